@@ -1,0 +1,147 @@
+"""Predicted time of a pass.
+
+For a pass over requests with L new and H history tokens:
+
+    T = sum L        A = sum L (L + 2H)        R = sum H
+    compute = alpha A + beta T
+    memory  = weights + gamma_w T + gamma_r R
+    latency = launch + smooth_max(compute, memory)
+
+`alpha`, `beta`, `gamma_w` and `gamma_r` are those of LAPS (arXiv 2601.11589, section 3). `weights`, reading
+the model once a pass, is missing there and dominates small passes; `launch` is host work a pass. The smooth
+maximum is the p-norm (compute^p + memory^p)^(1/p), which real kernels follow better than a sharp corner.
+
+L_m(H), the printed boundary between memory- and compute-bound prefills, is where compute passes memory for
+one request. The *knee* is the T from which tokens cost linearly: 90 % of the saturated tokens/s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """The three sums that the cost of a pass depends on, and how many requests it holds."""
+
+    tokens: int  # T
+    attention: float  # A
+    history: int  # R
+    requests: int
+
+    @classmethod
+    def of(cls, items: Iterable[tuple[int, int]]) -> PassShape:
+        """From (new tokens, history tokens) per request."""
+        tokens = history = requests = 0
+        attention = 0.0
+        for new, past in items:
+            tokens += new
+            history += past
+            attention += new * (new + 2.0 * past)
+            requests += 1
+        return cls(tokens, attention, history, requests)
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Coefficients in seconds; see the module text. `origin` says where they come from."""
+
+    launch_s: float
+    weights_s: float
+    alpha: float  # s per token^2
+    beta: float  # s per token
+    gamma_w: float  # s per token
+    gamma_r: float  # s per history token
+    smooth_p: float = 4.0
+    tokens_max: int = 4096  # the largest T that was measured; beyond it a prediction is extrapolated
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("launch_s", "weights_s", "alpha", "beta", "gamma_w", "gamma_r"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ValueError(f"cost model: {name} must be finite and not negative, got {value}")
+        if self.smooth_p < 1.0:
+            raise ValueError(f"cost model: smooth_p must be at least 1, got {self.smooth_p}")
+        if self.beta + self.gamma_w <= 0.0:
+            raise ValueError("cost model: beta and gamma_w are both 0, so tokens would be free")
+
+    def compute_s(self, shape: PassShape) -> float:
+        return self.alpha * shape.attention + self.beta * shape.tokens
+
+    def memory_s(self, shape: PassShape) -> float:
+        return self.weights_s + self.gamma_w * shape.tokens + self.gamma_r * shape.history
+
+    def pass_s(self, shape: PassShape) -> float:
+        """Predicted seconds of one pass."""
+        compute, memory = self.compute_s(shape), self.memory_s(shape)
+        high = max(compute, memory)
+        if high <= 0.0:
+            return self.launch_s
+        low = min(compute, memory) / high
+        return self.launch_s + high * float((1.0 + low**self.smooth_p) ** (1.0 / self.smooth_p))
+
+    def request_s(self, new_tokens: int, history: int = 0) -> float:
+        """Predicted seconds of a pass with one request."""
+        return self.pass_s(PassShape.of([(new_tokens, history)]))
+
+    def extrapolated(self, shape: PassShape) -> bool:
+        return shape.tokens > self.tokens_max
+
+    def boundary_tokens(self, history: int = 0) -> int:
+        """L_m(H): smallest L whose compute time is at least its memory time; 0 if always compute-bound.
+
+        Root of alpha L^2 + (2 alpha H + beta - gamma_w) L - (weights + gamma_r H) = 0.
+        """
+        constant = self.weights_s + self.gamma_r * history
+        linear = 2.0 * self.alpha * history + self.beta - self.gamma_w
+        if constant <= 0.0 and linear >= 0.0:
+            return 0
+        if self.alpha == 0.0:
+            return math.ceil(constant / linear) if linear > 0.0 else self.tokens_max
+        root = (-linear + math.sqrt(linear * linear + 4.0 * self.alpha * constant)) / (2.0 * self.alpha)
+        return math.ceil(root - 1e-9)
+
+    def printed_boundary_tokens(self) -> float:
+        """The boundary as printed in LAPS, (gamma_w - beta) / alpha, which leaves `weights` out.
+
+        Shown beside ours in reports and used nowhere else: on the H200 table it is negative.
+        """
+        return (self.gamma_w - self.beta) / self.alpha if self.alpha > 0.0 else math.inf
+
+    def knee_tokens(self, share: float = 0.9) -> int:
+        """Smallest T that reaches `share` of the saturated tokens/s, many short requests without history.
+
+        Attention within short requests is left out: it does not saturate, and at the knee it is small.
+        """
+        slope = max(self.beta, self.gamma_w)
+
+        def rate(tokens: int) -> float:
+            return tokens / self.pass_s(PassShape(tokens, 0.0, 0, 1))
+
+        saturated = max(1.0 / slope / 2.0 ** (1.0 / self.smooth_p), 0.0) if self.beta == self.gamma_w else 1.0 / slope
+        low, high = 1, max(2, self.tokens_max)
+        if rate(high) < share * saturated:
+            return high
+        while low < high:
+            middle = (low + high) // 2
+            if rate(middle) >= share * saturated:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> CostModel:
+        unknown = set(data) - set(cls.__dataclass_fields__)
+        if unknown:
+            raise ValueError(f"cost model: unknown field {sorted(unknown)[0]!r}")
+        return cls(**data)
+
+

@@ -1,0 +1,103 @@
+"""Which shapes an engine was built for, and what a pass costs it after padding.
+
+One pure function, `Profiles.executed`, maps the items of a pass to the shape the engine really runs. The
+builder, the scheduler, the simulator and the tests all use it, so padding can't be counted in two ways.
+
+layout x padding:
+  packed, nothing     T = sum of L; each request attends to its own history only (TensorRT-LLM)
+  packed, class       T up to the next T-class, history up to the next H-class. The embedded engine separates
+                      requests by a block mask over the whole row, so it pays for one long request of that size
+  rectangular, cell   B x longest L, both up to the next edge of the grid
+  rectangular, class  B x longest L, the product up to the next T-class
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engines.cost_model import PassShape
+from engines.types import Layout, Padding
+
+
+@dataclass(frozen=True, slots=True)
+class Profiles:
+    """The shapes of one engine.
+
+    t_classes, h_classes: ascending edges in tokens, new and history. Empty h_classes: any history.
+    cells: (L, B) cells of a rectangular grid, used with Padding.CELL only.
+    block_mask: the packed row attends through one T x (H + T) mask (see the module text).
+    """
+
+    layout: Layout
+    padding: Padding
+    t_classes: tuple[int, ...]
+    h_classes: tuple[int, ...] = ()
+    cells: tuple[tuple[int, int], ...] = ()
+    block_mask: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("t_classes", "h_classes"):
+            edges = getattr(self, name)
+            if list(edges) != sorted(set(edges)) or any(e < 0 for e in edges):
+                raise ValueError(f"{name} must be ascending and not negative: {edges}")
+        if not self.t_classes:
+            raise ValueError("t_classes is empty: name at least the largest pass in tokens")
+        if self.padding is Padding.CELL and not self.cells:
+            raise ValueError("cells is empty: padding 'cell' needs the (L, B) cells that were built")
+
+    @property
+    def tokens_max(self) -> int:
+        """Largest T of one pass."""
+        return self.t_classes[-1]
+
+    @property
+    def history_max(self) -> int | None:
+        """Largest summed history of one pass; None: no limit."""
+        return self.h_classes[-1] if self.h_classes else None
+
+    def t_class(self, tokens: int) -> int | None:
+        """The class that `tokens` maps to; None above the largest."""
+        return _edge(self.t_classes, tokens)
+
+    def h_class(self, history: int) -> int | None:
+        return _edge(self.h_classes, history) if self.h_classes else history
+
+    def executed(self, items: Sequence[tuple[int, int]]) -> PassShape | None:
+        """The shape that runs for `items` = (new tokens, history tokens) per request; None if none fits."""
+        if self.layout is Layout.RECTANGULAR:
+            return self._rectangle(items)
+        tokens = sum(new for new, _ in items)
+        history = sum(past for _, past in items)
+        t_class, h_class = self.t_class(tokens), self.h_class(history)
+        if t_class is None or h_class is None:
+            return None
+        if self.padding is Padding.NOTHING:
+            return PassShape.of(items)
+        if self.block_mask:
+            return PassShape.of([(t_class, h_class)])
+        pad = t_class - tokens
+        return PassShape.of([*items, (pad, 0)] if pad else items)
+
+    def _rectangle(self, items: Sequence[tuple[int, int]]) -> PassShape | None:
+        rows, longest = len(items), max(new for new, _ in items)
+        past = max(past for _, past in items)
+        if self.padding is Padding.CELL:
+            fitting = [(length * b, length, b) for length, b in self.cells if length >= longest and b >= rows]
+            if not fitting:
+                return None
+            _, longest, rows = min(fitting)
+        elif self.t_class(rows * longest) is None:
+            return None
+        elif self.padding is Padding.CLASS:
+            t_class = self.t_class(rows * longest)
+            assert t_class is not None
+            longest = -(-t_class // rows)
+        h_class = self.h_class(past)
+        return None if h_class is None else PassShape.of([(longest, h_class)] * rows)
+
+
+def _edge(edges: tuple[int, ...], value: int) -> int | None:
+    index = bisect_left(edges, value)
+    return edges[index] if index < len(edges) else None

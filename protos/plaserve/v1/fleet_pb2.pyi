@@ -1,0 +1,145 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_SP: _ClassVar[Role]
+    ROLE_LP: _ClassVar[Role]
+    ROLE_MIXED: _ClassVar[Role]
+ROLE_UNSPECIFIED: Role
+ROLE_SP: Role
+ROLE_LP: Role
+ROLE_MIXED: Role
+
+class FleetInstance(_message.Message):
+    __slots__ = ("instance_id", "shard_id", "role", "target_role", "state", "pinned", "pressure", "queued_count", "last_seen_time")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_TIME_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    shard_id: str
+    role: Role
+    target_role: Role
+    state: str
+    pinned: bool
+    pressure: float
+    queued_count: int
+    last_seen_time: _timestamp_pb2.Timestamp
+    def __init__(self, instance_id: _Optional[str] = ..., shard_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., target_role: _Optional[_Union[Role, str]] = ..., state: _Optional[str] = ..., pinned: _Optional[bool] = ..., pressure: _Optional[float] = ..., queued_count: _Optional[int] = ..., last_seen_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class RoleMove(_message.Message):
+    __slots__ = ("instance_id", "from_role", "to_role", "reason", "pressure_difference", "start_time", "end_time", "outcome")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    FROM_ROLE_FIELD_NUMBER: _ClassVar[int]
+    TO_ROLE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PRESSURE_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    START_TIME_FIELD_NUMBER: _ClassVar[int]
+    END_TIME_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    from_role: Role
+    to_role: Role
+    reason: str
+    pressure_difference: float
+    start_time: _timestamp_pb2.Timestamp
+    end_time: _timestamp_pb2.Timestamp
+    outcome: str
+    def __init__(self, instance_id: _Optional[str] = ..., from_role: _Optional[_Union[Role, str]] = ..., to_role: _Optional[_Union[Role, str]] = ..., reason: _Optional[str] = ..., pressure_difference: _Optional[float] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., outcome: _Optional[str] = ...) -> None: ...
+
+class GetFleetRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetFleetResponse(_message.Message):
+    __slots__ = ("instances", "sp_pressure", "lp_pressure")
+    INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    SP_PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    LP_PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    instances: _containers.RepeatedCompositeFieldContainer[FleetInstance]
+    sp_pressure: float
+    lp_pressure: float
+    def __init__(self, instances: _Optional[_Iterable[_Union[FleetInstance, _Mapping]]] = ..., sp_pressure: _Optional[float] = ..., lp_pressure: _Optional[float] = ...) -> None: ...
+
+class WatchFleetRequest(_message.Message):
+    __slots__ = ("interval",)
+    INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    interval: _duration_pb2.Duration
+    def __init__(self, interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class MoveInstanceRequest(_message.Message):
+    __slots__ = ("instance_id", "role", "dry_run")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    role: Role
+    dry_run: bool
+    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+
+class MoveInstanceResponse(_message.Message):
+    __slots__ = ("move",)
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    move: RoleMove
+    def __init__(self, move: _Optional[_Union[RoleMove, _Mapping]] = ...) -> None: ...
+
+class DrainInstanceRequest(_message.Message):
+    __slots__ = ("instance_id", "timeout")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    timeout: _duration_pb2.Duration
+    def __init__(self, instance_id: _Optional[str] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class DrainInstanceResponse(_message.Message):
+    __slots__ = ("unfinished_count",)
+    UNFINISHED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    unfinished_count: int
+    def __init__(self, unfinished_count: _Optional[int] = ...) -> None: ...
+
+class PinInstanceRequest(_message.Message):
+    __slots__ = ("instance_id", "pinned")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    pinned: bool
+    def __init__(self, instance_id: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
+
+class PinInstanceResponse(_message.Message):
+    __slots__ = ("instance",)
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    instance: FleetInstance
+    def __init__(self, instance: _Optional[_Union[FleetInstance, _Mapping]] = ...) -> None: ...
+
+class ListMovesRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListMovesResponse(_message.Message):
+    __slots__ = ("moves", "next_page_token")
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    moves: _containers.RepeatedCompositeFieldContainer[RoleMove]
+    next_page_token: str
+    def __init__(self, moves: _Optional[_Iterable[_Union[RoleMove, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
