@@ -1,0 +1,82 @@
+"""Decode beside prefill on an instance whose engine alternates: when a step runs, and over which requests.
+
+The rule, the same for every policy so that starving decode can never look like a win:
+
+* ITL bound: a step runs before a prefill pass that would end too late for the oldest last token;
+* share: prefill time earns decode a claim of share/(1 - share) of it, and a step runs when the claim
+  covers it;
+* a step runs whenever there is nothing to prefill.
+
+Prefill keeps its turn: after one round of steps forced by the ITL bound a prefill pass comes first, so a
+bound that can't be kept degrades to alternation instead of starving the queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engines.types import Capabilities
+from service.core.pricing import Pricer
+from service.core.settings import SchedulerSettings
+from service.core.tracked import Tracked
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    requests: tuple[Tracked, ...]
+    predicted_s: float
+
+
+class DecodeRule:
+    """Decode of one instance."""
+
+    def __init__(self, settings: SchedulerSettings, capabilities: Capabilities, pricer: Pricer) -> None:
+        self._settings = settings
+        self._requests_max = capabilities.requests_max
+        self._pricer = pricer
+        self._claim_s = 0.0
+        self._steps_since_prefill = 0
+        self.running: dict[str, Tracked] = {}
+
+    def step(self) -> DecodeStep | None:
+        """The next step: oldest last token first, as many as one profile takes."""
+        chosen: list[Tracked] = []
+        history, history_max = 0, self._pricer.profiles.history_max
+        for tracked in sorted(self.running.values(), key=lambda t: (t.last_token_s, t.seq)):
+            if len(chosen) == min(self._requests_max, self._pricer.profiles.tokens_max):
+                break
+            if history_max is not None and chosen and history + tracked.position > history_max:
+                continue
+            chosen.append(tracked)
+            history += tracked.position
+        if not chosen:
+            return None
+        return DecodeStep(tuple(chosen), self._pricer.pass_s([(1, t.position) for t in chosen]))
+
+    def must_step(self, step: DecodeStep, prefill_s: float, now_s: float) -> bool:
+        """Whether `step` goes before a prefill pass of `prefill_s`."""
+        if self._claim_s >= step.predicted_s:
+            return True
+        oldest_s = min(t.last_token_s for t in step.requests)
+        late = now_s + prefill_s + step.predicted_s - oldest_s > self._settings.itl_bound_s
+        rounds = -(-len(self.running) // len(step.requests))
+        return late and self._steps_since_prefill < rounds
+
+    def pass_s_max(self) -> float:
+        """Longest prefill pass that keeps the ITL bound right after a step; inf with nothing decoding."""
+        step = self.step()
+        if step is None:
+            return float("inf")
+        return max(0.0, self._settings.itl_bound_s - step.predicted_s)
+
+    def ran_step(self, elapsed_s: float) -> None:
+        self._claim_s = max(0.0, self._claim_s - elapsed_s)
+        self._steps_since_prefill += 1
+
+    def ran_prefill(self, elapsed_s: float) -> None:
+        self._steps_since_prefill = 0
+        if not self.running:
+            self._claim_s = 0.0
+            return
+        share = self._settings.decode_share_min
+        self._claim_s += elapsed_s * share / (1.0 - share)

@@ -1,0 +1,104 @@
+"""The order of one lane.
+
+Requests that can still meet their target come first, by priority and then deadline; the hopeless after them,
+by priority and then least remaining work, since among those only the mean counts. Ageing over all: whoever
+waited past the bound leads, oldest first, so that no order can starve anybody.
+
+All moves are amortised O(log n); reading the first k is O(k).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from itertools import chain
+
+from sortedcontainers import SortedDict, SortedKeyList
+
+from service.core.tracked import Tracked
+
+
+class LaneQueue:
+    """Waiting requests of one lane in service order. Ties fall by arrival."""
+
+    def __init__(self, age_bound_s: float) -> None:
+        self._age_bound_s = age_bound_s
+        self._feasible: SortedKeyList = SortedKeyList(
+            key=lambda t: (-t.request.priority, t.target_s, t.seq)
+        )
+        self._hopeless: SortedKeyList = SortedKeyList(
+            key=lambda t: (-t.request.priority, t.remaining, t.seq)
+        )
+        self._by_age: SortedDict = SortedDict()  # (waiting_since_s, seq) -> request
+        self._latest_start: list[tuple[float, int, Tracked]] = []  # heap; entries of leavers are dropped lazily
+        self._place: dict[str, tuple[SortedKeyList, tuple[float, int]]] = {}
+        self.tokens = 0  # remaining prompt tokens of all
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def __contains__(self, tracked: Tracked) -> bool:
+        return tracked.request_id in self._place
+
+    def add(self, tracked: Tracked) -> None:
+        """A request's sort keys must not change while it is in the queue: remove, change, add."""
+        age = (tracked.waiting_since_s, tracked.seq)
+        self._feasible.add(tracked)
+        self._by_age[age] = tracked
+        self._place[tracked.request_id] = (self._feasible, age)
+        heapq.heappush(self._latest_start, (tracked.latest_start_s, tracked.seq, tracked))
+        self.tokens += tracked.remaining
+
+    def remove(self, tracked: Tracked) -> None:
+        where, age = self._place.pop(tracked.request_id)
+        where.remove(tracked)
+        del self._by_age[age]
+        self.tokens -= tracked.remaining
+
+    def demote(self, now_s: float) -> list[Tracked]:
+        """Move those whose latest useful start has passed to the hopeless; returns them."""
+        moved: list[Tracked] = []
+        while self._latest_start and self._latest_start[0][0] < now_s:
+            _, _, tracked = heapq.heappop(self._latest_start)
+            place = self._place.get(tracked.request_id)
+            if place is None or place[0] is not self._feasible or tracked.latest_start_s >= now_s:
+                continue
+            self._feasible.remove(tracked)
+            self._hopeless.add(tracked)
+            self._place[tracked.request_id] = (self._hopeless, place[1])
+            moved.append(tracked)
+        return moved
+
+    def aged(self, now_s: float) -> Iterator[Tracked]:
+        """Those that waited past the bound, oldest first."""
+        for (since_s, _), tracked in self._by_age.items():
+            if now_s - since_s < self._age_bound_s:
+                return
+            yield tracked
+
+    def in_order(self, now_s: float) -> Iterator[Tracked]:
+        """Everybody in service order; demote first."""
+        led: set[str] = set()
+        for tracked in self.aged(now_s):
+            led.add(tracked.request_id)
+            yield tracked
+        for tracked in chain(self._feasible, self._hopeless):
+            if tracked.request_id not in led:
+                yield tracked
+
+    def is_feasible(self, tracked: Tracked) -> bool:
+        return self._place[tracked.request_id][0] is self._feasible
+
+    def oldest_wait_s(self, now_s: float) -> float:
+        """How long the longest waiter has waited; 0 when empty."""
+        return now_s - self._by_age.peekitem(0)[0][0] if self._by_age else 0.0
+
+    def latest_start_s_min(self) -> float | None:
+        """The next latest useful start among the feasible; None if there is none."""
+        while self._latest_start:
+            start_s, _, tracked = self._latest_start[0]
+            place = self._place.get(tracked.request_id)
+            if place is not None and place[0] is self._feasible and tracked.latest_start_s == start_s:
+                return start_s
+            heapq.heappop(self._latest_start)
+        return None

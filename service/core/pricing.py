@@ -1,0 +1,51 @@
+"""What a pass will cost on one instance: cost model after padding, with the classes already looked up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from engines.cost_model import CostModel, PassShape
+from engines.profiles import Profiles
+
+
+class Pricer:
+    """Predicted seconds of passes on an instance; `math.inf` where no profile takes the pass."""
+
+    def __init__(self, cost: CostModel, profiles: Profiles) -> None:
+        self.cost = cost
+        self.profiles = profiles
+        self._class_s: dict[PassShape, float] = {}
+        self.knee_tokens = min(cost.knee_tokens(), profiles.tokens_max)
+
+    def pass_s(self, items: Sequence[tuple[int, int]]) -> float:
+        """`items` are (new tokens, history tokens) per request; no items cost nothing."""
+        if not items:
+            return 0.0
+        shape = self.profiles.executed(items)
+        if shape is None:
+            return math.inf
+        if not self.profiles.block_mask:
+            return self.cost.pass_s(shape)
+        cached = self._class_s.get(shape)  # few distinct shapes where everything is padded to a class
+        if cached is None:
+            cached = self._class_s[shape] = self.cost.pass_s(shape)
+        return cached
+
+    def request_s(self, new_tokens: int, history: int) -> float:
+        """Seconds for one request alone, in chunks of the largest profile where it needs several."""
+        total_s, tokens_max = 0.0, self.profiles.tokens_max
+        while new_tokens > 0:
+            chunk = min(new_tokens, tokens_max)
+            total_s += self.pass_s([(chunk, history)])
+            new_tokens -= chunk
+            history += chunk
+        return total_s
+
+    def chunk_sizes(self, tokens_in_pass: int, remaining: int) -> list[int]:
+        """Chunk sizes worth considering beside `tokens_in_pass`: up to each class edge, or all that remains."""
+        sizes = [e - tokens_in_pass for e in self.profiles.t_classes if e > tokens_in_pass]
+        chunks = [size for size in sizes if size < remaining]
+        if any(size >= remaining for size in sizes):
+            chunks.append(remaining)
+        return chunks

@@ -1,0 +1,79 @@
+"""Scheduler knobs: meaning, unit and the reason of each default. One frozen group, given at construction.
+
+Defaults hold for both a GPU and the embedded CPU engine unless said; the surface (`service/settings.py`)
+reads them from a file or the environment and passes only this group on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+
+class LatePolicy(StrEnum):
+    """What happens to a request whose TTFT target is out of reach."""
+
+    SERVE_LAST = "serve_last"  # after those that can still make it, shortest first
+    REFUSE = "refuse"
+
+
+class Grouping(StrEnum):
+    """How waiting short requests are split into passes."""
+
+    AUTO = "auto"  # by predicted total completion time
+    MEMORY_FIRST = "memory_first"  # several passes, least padding (LAPS slides)
+    LATENCY_FIRST = "latency_first"  # one pass, padded to the longest (LAPS slides)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    # lanes and targets
+    lane_floor_tokens: int = 256  # short: L up to max(L_m(H), this); the embedded engine's L_m is below it
+    ttft_target_short_s: float = 0.4  # the SLO of the LAPS experiments
+    ttft_target_long_factor: float = 3.0  # long target = max(short target, factor x isolated + offset)
+    ttft_target_long_offset_s: float = 0.2
+    late_policy: LatePolicy = LatePolicy.SERVE_LAST
+
+    # adaptive wait-depth
+    window_s_min: float = 0.0
+    window_s_max: float = 0.008  # LAPS finds its optimum at 6-8 ms
+    sigma_s: float = 0.005  # slack at which a request may wait no longer
+    head_wait_s_max: float = 0.020  # T_max: the head never waits longer for depth
+    safety_s: float = 0.002  # subtracted from every slack: dispatch and hand-back time
+
+    # passes
+    grouping: Grouping = Grouping.AUTO
+    group_requests_max: int = 24  # requests that one grouping decision looks at
+    long_chunk_s_max: float = 0.15  # a pass with long tokens blocks arriving shorts at most this long
+    partial_requests_max: int = 4  # long requests that hold KV between chunks, per instance
+    age_bound_s: float = 5.0  # a request without progress this long leads every pass from then on
+    budget_tokens: int = 2048  # token-budget policies (fcfs): tokens of one pass, SGLang's order of size
+
+    # decode beside prefill
+    itl_bound_s: float = 0.25  # a decode step starts before the oldest last token is older than this
+    decode_share_min: float = 0.1  # of engine time, while requests decode
+
+    # staging and bounds
+    stage_lead_s: float = 0.0  # stage the next pass this long before the running one ends; 0: never
+    queue_requests_max: int = 1024
+    queue_tokens_max: int = 524_288
+    queue_age_s_max: float = 60.0  # a request that has not started by then is refused
+    retry_after_s: float = 1.0  # told to refused clients when no better estimate is at hand
+
+    def __post_init__(self) -> None:
+        positive = {"ttft_target_short_s", "group_requests_max", "long_chunk_s_max", "age_bound_s"}
+        positive |= {"budget_tokens", "itl_bound_s", "queue_requests_max", "queue_tokens_max"}
+        positive |= {"queue_age_s_max", "partial_requests_max"}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, StrEnum):
+                continue
+            if not value == value or value < 0 or (item.name in positive and value == 0):
+                bound = "greater than 0" if item.name in positive else "at least 0"
+                raise ValueError(f"{item.name} must be {bound}, got {value}")
+        if self.window_s_min > self.window_s_max:
+            raise ValueError(
+                f"window_s_min ({self.window_s_min}) must not exceed window_s_max ({self.window_s_max})"
+            )
+        if self.decode_share_min >= 1.0:
+            raise ValueError(f"decode_share_min must be below 1, got {self.decode_share_min}")
