@@ -72,6 +72,9 @@ def _misfit(request: Request, spec: InstanceSpec) -> str | None:
     if blocks > limits.kv_blocks_total:
         return f"the request needs {blocks} KV blocks; {spec.instance_id} has {limits.kv_blocks_total}"
     history_max = spec.profiles.history_max
-    if history_max is not None and tokens - 1 > history_max + spec.profiles.tokens_max:
-        return f"the prompt needs {tokens} tokens of history; {spec.instance_id} takes {history_max}"
+    if history_max is not None and tokens - 1 > history_max:
+        return (
+            f"prompt and max_tokens need {tokens - 1} tokens of history; "
+            f"{spec.instance_id} takes {history_max}"
+        )
     return None

@@ -79,4 +79,5 @@ class DecodeRule:
             self._claim_s = 0.0
             return
         share = self._settings.decode_share_min
-        self._claim_s += elapsed_s * share / (1.0 - share)
+        earned_s = elapsed_s * share / (1.0 - share)
+        self._claim_s = min(self._claim_s + earned_s, self._settings.itl_bound_s)

@@ -43,16 +43,14 @@ def first_group(
 
 
 def ordered_for(profiles: Profiles, items: Sequence[tuple[int, int]]) -> list[int]:
-    """Indices of `items` in the order in which groups are cut: by length where rows are padded to the longest."""
+    """Indices of `items` in the order in which groups are cut: by length where rows are padded."""
     indices = list(range(len(items)))
     if profiles.layout is Layout.RECTANGULAR:
         indices.sort(key=lambda index: (items[index][0], index))
     return indices
 
 
-def _cheapest_cut(
-    items: Sequence[Item], pass_s: Callable[[Sequence[Item]], float], requests_max: int
-) -> int:
+def _cheapest_cut(items: Sequence[Item], pass_s: Callable[[Sequence[Item]], float], requests_max: int) -> int:
     count = len(items)
     best = [0.0] * (count + 1)
     cut = [0] * count

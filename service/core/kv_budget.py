@@ -26,7 +26,7 @@ class KvBudget:
         return self.blocks_reserved + blocks_pending + self.blocks_for(tokens) <= self.blocks_total
 
     def reserve(self, request_id: str, tokens: int) -> None:
-        """Promise blocks; a request that holds some already keeps them. Raises ValueError beyond the total."""
+        """Promise blocks, unless the request holds some already. Raises ValueError beyond the total."""
         if request_id in self._held:
             return
         if not self.fits(tokens):

@@ -1,8 +1,8 @@
 """Legal transitions of requests, hand-overs and instances: one table each, the only place that says them.
 
-    request    QUEUED -> STAGED -> PREFILLING -> (PARTIAL -> ...) -> DECODING -> ENDED
-    hand-over  PREFILLED -> OFFERED -> PULLED -> DONE, or EXPIRED, FAILED
-    instance   UP -> DRAINING -> DOWN
+request    QUEUED -> STAGED -> PREFILLING -> (PARTIAL -> ...) -> DECODING -> ENDED
+hand-over  PREFILLED -> OFFERED -> PULLED -> DONE, or EXPIRED, FAILED
+instance   UP -> DRAINING -> DOWN
 """
 
 from __future__ import annotations

@@ -23,14 +23,10 @@ class LaneQueue:
 
     def __init__(self, age_bound_s: float) -> None:
         self._age_bound_s = age_bound_s
-        self._feasible: SortedKeyList = SortedKeyList(
-            key=lambda t: (-t.request.priority, t.target_s, t.seq)
-        )
-        self._hopeless: SortedKeyList = SortedKeyList(
-            key=lambda t: (-t.request.priority, t.remaining, t.seq)
-        )
+        self._feasible: SortedKeyList = SortedKeyList(key=lambda t: (-t.request.priority, t.target_s, t.seq))
+        self._hopeless: SortedKeyList = SortedKeyList(key=lambda t: (-t.request.priority, t.remaining, t.seq))
         self._by_age: SortedDict = SortedDict()  # (waiting_since_s, seq) -> request
-        self._latest_start: list[tuple[float, int, Tracked]] = []  # heap; entries of leavers are dropped lazily
+        self._latest_start: list[tuple[float, int, Tracked]] = []  # heap; leavers are dropped lazily
         self._place: dict[str, tuple[SortedKeyList, tuple[float, int]]] = {}
         self.tokens = 0  # remaining prompt tokens of all
 
@@ -85,6 +81,9 @@ class LaneQueue:
         for tracked in chain(self._feasible, self._hopeless):
             if tracked.request_id not in led:
                 yield tracked
+
+    def everyone(self) -> Iterator[Tracked]:
+        return iter(self._by_age.values())
 
     def is_feasible(self, tracked: Tracked) -> bool:
         return self._place[tracked.request_id][0] is self._feasible

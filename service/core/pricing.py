@@ -43,7 +43,7 @@ class Pricer:
         return total_s
 
     def chunk_sizes(self, tokens_in_pass: int, remaining: int) -> list[int]:
-        """Chunk sizes worth considering beside `tokens_in_pass`: up to each class edge, or all that remains."""
+        """Chunks worth considering beside `tokens_in_pass`: up to each class edge, or all that remains."""
         sizes = [e - tokens_in_pass for e in self.profiles.t_classes if e > tokens_in_pass]
         chunks = [size for size in sizes if size < remaining]
         if any(size >= remaining for size in sizes):

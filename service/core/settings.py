@@ -6,6 +6,7 @@ reads them from a file or the environment and passes only this group on.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
@@ -68,7 +69,7 @@ class SchedulerSettings:
             value = getattr(self, item.name)
             if isinstance(value, StrEnum):
                 continue
-            if not value == value or value < 0 or (item.name in positive and value == 0):
+            if math.isnan(value) or value < 0 or (item.name in positive and value == 0):
                 bound = "greater than 0" if item.name in positive else "at least 0"
                 raise ValueError(f"{item.name} must be {bound}, got {value}")
         if self.window_s_min > self.window_s_max:

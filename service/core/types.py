@@ -49,6 +49,7 @@ class Reason(StrEnum):
     # wait
     WAITING_FOR_DEPTH = "waiting_for_depth"
     WAITING_FOR_KV = "waiting_for_kv"
+    STAGE_LATER = "stage_later"  # the running pass still has longer than the staging lead
     # revoke
     URGENT_ARRIVAL = "urgent_arrival"
     # reject, abort
@@ -188,6 +189,7 @@ class DispatchNumbers:
     slack_s_min: float | None = None  # tightest slack in the pass at dispatch, None: no target in it
     window_s: float = 0.0  # W
     depth_tokens: int = 0  # D
+    depth_bound_tokens: int = 0  # the largest D that the short target leaves time for
     queued_short_tokens: int = 0
     queued_long_tokens: int = 0
 

@@ -1,0 +1,272 @@
+"""The `plaserve` policy: two lanes, AWD on the short one, long prompts in chunks that fit between.
+
+A pass is built in three steps.
+
+1. Short group. The short lane in its order, cut by predicted cost (`grouping`), trimmed until the tightest
+   target in it that can be met is met.
+2. Window. If nothing but shorts wait, AWD may hold the group back for depth. With long work waiting there is
+   no window: the time is better spent on a chunk.
+3. Long fill. Long tokens join the short group only where that is predicted to lower the summed completion
+   time: with n shorts in the pass, m requests waiting behind it, and c the cost of a pass,
+
+       n (c(mixed) - c(short)) + (m + 1) (c(mixed) - c(short) - c(long)) < 0
+
+   that is, where re-reading the weights for a pass of its own costs those behind more than the shorts in
+   front lose. Padding up to the class edge is free by the same test. Without shorts the pass is a long chunk
+   of the size with the best tokens/s among those that block an arriving short, or the next decode step, no
+   longer than allowed; never below the knee, where tokens are not yet paid for, except for a tail.
+
+Ageing: a request that waited past the bound leads the pass whatever its lane, with at least a knee of
+tokens. So with d the longest pass and Q the tokens queued before it, it starts within
+age_bound + (Q / knee + 1) d (tests/core/test_length_aware.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import chain, islice
+
+from service.core.grouping import first_group, ordered_for
+from service.core.order import LaneQueue
+from service.core.policy import Instance, KvGate, PassPlan, Plan, PlanItem, Wait
+from service.core.settings import SchedulerSettings
+from service.core.tracked import Tracked
+from service.core.types import DispatchNumbers, Lane, Reason
+from service.core.wait_depth import Go, ShortQueue, WaitDepth
+
+FILL_CANDIDATES = 8  # long requests looked at for one pass
+
+
+class LengthAwarePolicy:
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+        self._lanes = {lane: LaneQueue(settings.age_bound_s) for lane in Lane}
+        self._awd: WaitDepth | None = None  # made for the first instance: D needs its knee
+
+    # --- the queue ---
+
+    def add(self, tracked: Tracked, now_s: float, *, arrival: bool) -> None:
+        self._lanes[tracked.lane].add(tracked)
+        if arrival and tracked.lane is Lane.SHORT and self._awd is not None:
+            self._awd.arrived(tracked.remaining, now_s)
+
+    def remove(self, tracked: Tracked) -> None:
+        self._lanes[tracked.lane].remove(tracked)
+
+    def late(self, now_s: float) -> list[Tracked]:
+        return [tracked for queue in self._lanes.values() for tracked in queue.demote(now_s)]
+
+    def waiting(self) -> Iterator[Tracked]:
+        return chain.from_iterable(queue.everyone() for queue in self._lanes.values())
+
+    def lane_load(self, lane: Lane) -> tuple[int, int]:
+        return len(self._lanes[lane]), self._lanes[lane].tokens
+
+    def window(self) -> tuple[float, int]:
+        return (self._awd.window_s, round(self._awd.depth_tokens)) if self._awd else (0.0, 0)
+
+    def dispatched(self, plan: PassPlan, now_s: float) -> None:
+        shorts = sum(item.new_tokens for item in plan.items if item.tracked.lane is Lane.SHORT)
+        if self._awd is not None and shorts:
+            self._awd.dispatched(shorts, plan.numbers.depth_bound_tokens, now_s)
+
+    # --- the plan ---
+
+    def plan(self, instance: Instance, now_s: float) -> Plan:
+        if self._awd is None:
+            self._awd = WaitDepth(self._settings, instance.pricer.knee_tokens)
+        if not any(self._lanes.values()):
+            return None
+        gate = KvGate(instance, self._settings, now_s)
+        lead = self._aged_lead(instance, gate, now_s)
+        group = self._short_group(instance, gate, now_s, lead)
+        longs = self._long_candidates(instance, now_s, lead)
+        if lead:
+            reason = Reason.AGED
+        elif group:
+            decision = self._hold_or_go(instance, group, now_s, long_waits=bool(longs))
+            if isinstance(decision, Wait):
+                return decision
+            reason = decision
+        else:
+            reason = Reason.LONG_CHUNK
+        items = self._fill(instance, gate, lead + group, longs)
+        if items:
+            return self._finish(instance, items, reason, now_s)
+        return Wait(math.inf, Reason.WAITING_FOR_KV) if gate.refused_any else None
+
+    def _aged_lead(self, instance: Instance, gate: KvGate, now_s: float) -> list[PlanItem]:
+        """The one request that has waited longest past the ageing bound, with a chunk at the knee."""
+        aged = [t for queue in self._lanes.values() for t in islice(queue.aged(now_s), FILL_CANDIDATES)]
+        for tracked in sorted(aged, key=lambda t: (t.waiting_since_s, t.seq)):
+            new_tokens, history = instance.item_of(tracked)
+            chunk = min(new_tokens, self._chunk_bound(instance, history))
+            if self._fits(instance, [(chunk, history)]) and gate.admits(tracked, whole=chunk == new_tokens):
+                return [PlanItem(tracked, chunk, history)]
+        return []
+
+    def _short_group(
+        self, instance: Instance, gate: KvGate, now_s: float, lead: list[PlanItem]
+    ) -> list[PlanItem]:
+        """The short requests of the pass, beside an aged `lead`."""
+        leading = {item.tracked.request_id for item in lead}
+        queue = self._lanes[Lane.SHORT]
+        found: list[PlanItem] = []
+        for tracked in islice(queue.in_order(now_s), 2 * self._settings.group_requests_max):
+            if len(found) == min(self._settings.group_requests_max, instance.requests_max - len(lead)):
+                break
+            new_tokens, history = instance.item_of(tracked)
+            if tracked.request_id in leading or not self._fits(instance, [(new_tokens, history)]):
+                continue
+            if gate.admits(tracked):
+                found.append(PlanItem(tracked, new_tokens, history))
+        order = ordered_for(instance.spec.profiles, [item.size for item in found])
+        found = [found[index] for index in order]
+        pricer, fixed = instance.pricer, [item.size for item in lead]
+        if lead and found and self._mixing_loses(instance, fixed, found[0]):
+            return []
+        size = first_group(
+            [item.size for item in found],
+            lambda items: pricer.pass_s([*fixed, *items]),
+            instance.requests_max - len(lead),
+            self._settings.grouping,
+        )
+        return self._trim_to_targets(instance, found[:size], fixed, now_s)
+
+    def _trim_to_targets(
+        self, instance: Instance, group: list[PlanItem], fixed: list[tuple[int, int]], now_s: float
+    ) -> list[PlanItem]:
+        """Drop requests from the end while the pass would miss a target that a smaller one meets."""
+        queue = self._lanes[Lane.SHORT]
+        targets = [i.tracked.target_s for i in group if queue.is_feasible(i.tracked)]
+        if not targets:
+            return group
+        allowed_s = min(targets) - now_s - self._settings.safety_s
+        size = len(group)
+        while size > 1 and instance.pricer.pass_s([*fixed, *(i.size for i in group[:size])]) > allowed_s:
+            size -= 1
+        smaller_meets = instance.pricer.pass_s([*fixed, *(i.size for i in group[:size])]) <= allowed_s
+        return group[:size] if smaller_meets else group
+
+    def _hold_or_go(
+        self, instance: Instance, group: list[PlanItem], now_s: float, *, long_waits: bool
+    ) -> Reason | Wait:
+        awd, queue, pricer = self._awd, self._lanes[Lane.SHORT], instance.pricer
+        assert awd is not None
+        if long_waits or instance.decode.running:
+            return Reason.NO_GAIN  # the instance would not be idle while it waits
+        pass_s = pricer.pass_s([item.size for item in group])
+        state = ShortQueue(
+            requests=len(queue),
+            tokens=queue.tokens,
+            head_wait_s=queue.oldest_wait_s(now_s),
+            slack_s_min=self._slack(group, now_s) - pass_s,
+            pass_s=pass_s,
+        )
+        decision = awd.decide(state, now_s, lambda tokens: pricer.pass_s([(tokens, 0)]))
+        if isinstance(decision, Go):
+            return decision.reason
+        return Wait(decision.until_s, Reason.WAITING_FOR_DEPTH)
+
+    def _slack(self, group: list[PlanItem], now_s: float) -> float:
+        """Seconds until the tightest target in reach is due, hand-back time taken off; inf without one."""
+        queue = self._lanes[Lane.SHORT]
+        targets = (i.tracked.target_s for i in group if queue.is_feasible(i.tracked))
+        return min(targets, default=math.inf) - now_s - self._settings.safety_s
+
+    def _long_candidates(self, instance: Instance, now_s: float, lead: list[PlanItem]) -> list[Tracked]:
+        """Long requests that may run here, in their order."""
+        leading = {item.tracked.request_id for item in lead}
+        here = (None, instance.instance_id)
+        ordered = islice(self._lanes[Lane.LONG].in_order(now_s), 4 * FILL_CANDIDATES)
+        found = (t for t in ordered if t.instance_id in here and t.request_id not in leading)
+        return list(islice(found, FILL_CANDIDATES))
+
+    def _fill(
+        self, instance: Instance, gate: KvGate, front: list[PlanItem], longs: list[Tracked]
+    ) -> list[PlanItem]:
+        """Add long tokens to `front` where it pays; the first chunk of all where there is no front."""
+        items = list(front)
+        behind = sum(len(queue) for queue in self._lanes.values()) - len(front)
+        for tracked in longs:
+            if len(items) == instance.requests_max:
+                break
+            new_tokens, history = instance.item_of(tracked)
+            sizes = [item.size for item in items]
+            chunk = (
+                self._paying_chunk(instance, sizes, new_tokens, history, behind)
+                if items
+                else min(new_tokens, self._chunk_bound(instance, history))
+            )
+            if chunk == 0 or not self._fits(instance, [*sizes, (chunk, history)]):
+                continue
+            if gate.admits(tracked, whole=chunk == new_tokens):
+                items.append(PlanItem(tracked, chunk, history))
+                behind -= 1
+        return items
+
+    def _paying_chunk(
+        self, instance: Instance, front: list[tuple[int, int]], new_tokens: int, history: int, behind: int
+    ) -> int:
+        """The chunk with the largest predicted gain beside `front`; 0 if none gains (see the module text)."""
+        pricer = instance.pricer
+        front_s = pricer.pass_s(front)
+        allowed_s = max(front_s, self._pass_s_max(instance))
+        best_gain, best = 0.0, 0
+        for chunk in pricer.chunk_sizes(sum(new for new, _ in front), new_tokens):
+            mixed_s = pricer.pass_s([*front, (chunk, history)])
+            if mixed_s > allowed_s:
+                continue
+            alone_s = pricer.pass_s([(chunk, history)])
+            gain = (behind + 1) * (front_s + alone_s - mixed_s) - len(front) * (mixed_s - front_s)
+            if gain > best_gain:
+                best_gain, best = gain, chunk
+        return best
+
+    def _chunk_bound(self, instance: Instance, history: int) -> int:
+        """Tokens of a long chunk alone: the best tokens/s within the allowed time, at least the knee."""
+        pricer = instance.pricer
+        allowed_s = self._pass_s_max(instance)
+        best_rate, best = 0.0, 0
+        for edge in pricer.profiles.t_classes:
+            chunk_s = pricer.pass_s([(edge, history)])
+            if math.isinf(chunk_s) or (edge > pricer.knee_tokens and chunk_s > allowed_s):
+                continue
+            if edge / chunk_s >= best_rate or edge <= pricer.knee_tokens:
+                best_rate, best = edge / chunk_s, edge
+        return best
+
+    def _pass_s_max(self, instance: Instance) -> float:
+        """How long a pass with long tokens may block an arriving short and the next decode step."""
+        return min(self._settings.long_chunk_s_max, instance.decode.pass_s_max())
+
+    def _mixing_loses(self, instance: Instance, front: list[tuple[int, int]], item: PlanItem) -> bool:
+        """Whether two passes are predicted to be shorter than one (rows padded to the longest, say)."""
+        pass_s = instance.pricer.pass_s
+        return pass_s([*front, item.size]) > pass_s(front) + pass_s([item.size])
+
+    def _fits(self, instance: Instance, sizes: list[tuple[int, int]]) -> bool:
+        return math.isfinite(instance.pricer.pass_s(sizes))
+
+    def _finish(self, instance: Instance, items: list[PlanItem], reason: Reason, now_s: float) -> PassPlan:
+        predicted_s = instance.pricer.pass_s([item.size for item in items])
+        slack_s = min((i.tracked.target_s for i in items), default=math.inf) - now_s - predicted_s
+        window_s, depth_tokens = self.window()
+        numbers = DispatchNumbers(
+            predicted_s=predicted_s,
+            slack_s_min=slack_s if math.isfinite(slack_s) else None,
+            window_s=window_s,
+            depth_tokens=depth_tokens,
+            depth_bound_tokens=self._depth_bound(instance),
+            queued_short_tokens=self._lanes[Lane.SHORT].tokens,
+            queued_long_tokens=self._lanes[Lane.LONG].tokens,
+        )
+        return PassPlan(tuple(items), reason, predicted_s, numbers)
+
+    def _depth_bound(self, instance: Instance) -> int:
+        """Largest pass in tokens that the default short target leaves time for: D never grows past it."""
+        allowed_s = self._settings.ttft_target_short_s - self._settings.safety_s
+        profiles = instance.spec.profiles
+        fitting = [e for e in profiles.t_classes if instance.pricer.pass_s([(e, 0)]) <= allowed_s]
+        return fitting[-1] if fitting else profiles.t_classes[0]

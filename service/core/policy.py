@@ -1,0 +1,167 @@
+"""What a prefill policy is: a queue with an order, and a plan for one instance.
+
+The scheduler sequences (events, lifecycle, KV, decode, deadlines); a policy only keeps the waiting requests
+and says which of them, and how many tokens of each, make the next prefill pass. All policies see the same
+predicted times and the same admission and decode rules, so that a comparison compares policies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engines.types import Pass
+from service.core.decode import DecodeRule
+from service.core.kv_budget import KvBudget
+from service.core.lifecycle import InstanceState
+from service.core.prefix_index import PrefixIndex
+from service.core.pricing import Pricer
+from service.core.settings import SchedulerSettings
+from service.core.tracked import Tracked
+from service.core.types import DispatchNumbers, InstanceSpec, Lane, Reason
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A pass on a worker. `end_s` is predicted; inf until it has started."""
+
+    pass_: Pass
+    reason: Reason
+    predicted_s: float
+    start_s: float = math.inf
+    revoking: bool = False
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.predicted_s
+
+
+class Instance:
+    """The core's view of one instance: its models, promises, cache, decode set and passes."""
+
+    def __init__(self, spec: InstanceSpec, settings: SchedulerSettings) -> None:
+        self.spec = spec
+        self.state = InstanceState.UP
+        self.pricer = Pricer(spec.cost, spec.profiles)
+        self.kv = KvBudget(spec.capabilities.kv_blocks_total, spec.capabilities.block_tokens)
+        self.prefix = PrefixIndex(spec.capabilities.block_tokens)
+        self.decode = DecodeRule(settings, spec.capabilities, self.pricer)
+        self.running: InFlight | None = None
+        self.staged: InFlight | None = None
+        self.partial: dict[str, Tracked] = {}  # requests whose prefill KV lives here
+        self.passes_done = 0
+
+    @property
+    def instance_id(self) -> str:
+        return self.spec.instance_id
+
+    @property
+    def requests_max(self) -> int:
+        return self.spec.capabilities.requests_max
+
+    def history_of(self, tracked: Tracked) -> int:
+        """H on this instance: what the request has computed here, or what the prefix cache holds of it."""
+        if tracked.instance_id == self.instance_id:
+            return tracked.position
+        return self.prefix.cached_tokens(tracked.request.block_hashes, tracked.request.prompt_tokens)
+
+    def item_of(self, tracked: Tracked) -> tuple[int, int]:
+        """(new tokens, history) of all that remains of a prompt here."""
+        history = self.history_of(tracked)
+        return tracked.request.prompt_tokens - history, history
+
+
+class KvGate:
+    """Which requests of one plan may start: KV for newcomers, with bounded overtaking.
+
+    A newcomer that does not fit is passed over and smaller ones may go ahead, until it has waited past the
+    ageing bound: from then on no newcomer overtakes it.
+    """
+
+    def __init__(self, instance: Instance, settings: SchedulerSettings, now_s: float) -> None:
+        self._instance = instance
+        self._settings = settings
+        self._now_s = now_s
+        self._pending_blocks = 0
+        self._closed = False
+        self._partials = len(instance.partial)
+        self.refused_any = False
+
+    def admits(self, tracked: Tracked, *, whole: bool = True) -> bool:
+        """Whether `tracked` may be in a pass here now; counts its blocks as taken if so.
+
+        `whole`: the pass finishes its prompt. A part counts against the bound on partial requests.
+        """
+        instance = self._instance
+        if tracked.instance_id is not None:
+            return tracked.instance_id == instance.instance_id
+        if self._closed or (not whole and self._partials >= self._settings.partial_requests_max):
+            return False
+        if not instance.kv.fits(tracked.kv_tokens_max, self._pending_blocks):
+            self.refused_any = True
+            self._closed = self._now_s - tracked.waiting_since_s >= self._settings.age_bound_s
+            return False
+        self._pending_blocks += instance.kv.blocks_for(tracked.kv_tokens_max)
+        self._partials += not whole
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class PlanItem:
+    tracked: Tracked
+    new_tokens: int
+    history: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.new_tokens, self.history
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """The next prefill pass; `items` is not empty."""
+
+    items: tuple[PlanItem, ...]
+    reason: Reason
+    predicted_s: float
+    numbers: DispatchNumbers = field(default_factory=DispatchNumbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to prefill before `until_s`, or before the next event where it is inf."""
+
+    until_s: float
+    reason: Reason
+
+
+Plan = PassPlan | Wait | None  # None: nothing waits here
+
+
+class PrefillPolicy(Protocol):
+    """The waiting requests and what to run next. Methods are called by the scheduler only."""
+
+    def add(self, tracked: Tracked, now_s: float, *, arrival: bool) -> None:
+        """`tracked` waits (again); `arrival`: for the first time."""
+
+    def remove(self, tracked: Tracked) -> None:
+        """It left the queue: planned, ended or lost."""
+
+    def plan(self, instance: Instance, now_s: float) -> Plan:
+        """The next prefill pass for `instance`, free from `now_s` on. Changes nothing that waits."""
+
+    def dispatched(self, plan: PassPlan, now_s: float) -> None:
+        """The plan was carried out; its requests have been removed."""
+
+    def late(self, now_s: float) -> list[Tracked]:
+        """Requests whose target came out of reach since the last call."""
+
+    def waiting(self) -> Iterator[Tracked]: ...
+
+    def lane_load(self, lane: Lane) -> tuple[int, int]:
+        """(requests, prompt tokens) waiting in a lane."""
+
+    def window(self) -> tuple[float, int]:
+        """(W in seconds, D in tokens), zeros where the policy has no window."""

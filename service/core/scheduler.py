@@ -1,0 +1,413 @@
+"""PrefillScheduler: events and time in, commands out.
+
+It sequences and owns nothing else: the policy owns the order of the queue, `Admission` its bounds, `KvBudget`
+the promises of memory, `DecodeRule` the turns of decode, `lifecycle` the legal moves. Central queue, late
+binding: a request meets an instance when that instance is about to be free.
+
+Per instance one pass runs and at most one more is staged, revocable until it starts. A request that ends
+while it is in a pass is answered at once and its blocks are freed when the pass is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from engines.types import ItemResult, Pass, PassItem, PassKind
+from service.core.admission import Admission, QueueLoad
+from service.core.decode import DecodeStep
+from service.core.lanes import classify
+from service.core.lifecycle import RequestState
+from service.core.policy import InFlight, Instance, PassPlan, PrefillPolicy, Wait
+from service.core.settings import LatePolicy, SchedulerSettings
+from service.core.timeouts import Timeout, Timeouts
+from service.core.tracked import Tracked
+from service.core.types import (
+    Abort,
+    Cancel,
+    Command,
+    Dispatch,
+    DispatchNumbers,
+    DrainBegan,
+    Event,
+    Idle,
+    InstanceDown,
+    InstanceUp,
+    KvChanged,
+    Lane,
+    Outcome,
+    PassFailed,
+    PassFinished,
+    PassRevoked,
+    PassStarted,
+    Reason,
+    Reject,
+    Request,
+    Revoke,
+    Submit,
+    WaitUntil,
+)
+
+FAILURES_MAX = 1  # a request is run again once
+_WAITING = (RequestState.QUEUED, RequestState.PARTIAL)
+
+
+class PrefillScheduler:
+    def __init__(self, settings: SchedulerSettings, policy: PrefillPolicy) -> None:
+        self.settings = settings
+        self.policy = policy
+        self.instances: dict[str, Instance] = {}
+        self.live: dict[str, Tracked] = {}
+        self.submitted = 0
+        self.outcomes: Counter[Outcome] = Counter()
+        self.draining = False
+        self._admission = Admission(settings)
+        self._unheard: dict[str, str] = {}  # ended while in a pass -> instance
+        self._timeouts = Timeouts()
+        self._arrivals: list[Tracked] = []  # since the last poll
+        self._outbox: list[Command] = []
+        self._next_pass_id = 1
+        self._handlers: Mapping[type[Event], Callable[..., None]] = {
+            Submit: self._submit,
+            Cancel: self._cancel,
+            PassStarted: self._started,
+            PassFinished: self._finished,
+            PassFailed: self._failed,
+            PassRevoked: self._revoked,
+            InstanceUp: self._instance_up,
+            InstanceDown: self._instance_down,
+            KvChanged: self._kv_changed,
+            DrainBegan: self._drain_began,
+        }
+
+    # --- what the drivers call ---
+
+    def on_event(self, event: Event, now_s: float) -> None:
+        self._handlers[type(event)](event, now_s)
+
+    def poll(self, now_s: float) -> tuple[Command, ...]:
+        """Everything to be done now; the last command says when to poll again."""
+        for timeout in self._timeouts.due(now_s):
+            self._reject(timeout.tracked, timeout.outcome, timeout.reason, now_s)
+        for tracked in self.policy.late(now_s):
+            if self.settings.late_policy is LatePolicy.REFUSE and tracked.state is RequestState.QUEUED:
+                self._reject(tracked, Outcome.REJECTED_LATE, Reason.TARGET_UNREACHABLE, now_s)
+        wake_s, why = self._timeouts.next_s, Reason.DEADLINE_PASSED
+        for instance in self.instances.values():
+            self._revoke_for_arrivals(instance, now_s)
+            wait = self._next_pass(instance, now_s)
+            if wait is not None and wait.until_s < wake_s:
+                wake_s, why = wait.until_s, wait.reason
+        self._arrivals.clear()
+        commands, self._outbox = self._outbox, []
+        return (*commands, WaitUntil(wake_s, why) if math.isfinite(wake_s) else Idle())
+
+    def target_of(self, request_id: str) -> tuple[Lane, float | None] | None:
+        """Lane and TTFT target (seconds from arrival) of a live request; None if it is not live."""
+        tracked = self.live.get(request_id)
+        if tracked is None:
+            return None
+        finite = math.isfinite(tracked.target_s)
+        return tracked.lane, tracked.target_s - tracked.request.arrival_s if finite else None
+
+    def waiting_and_running(self) -> tuple[int, int]:
+        """(requests without a pass so far, the other live ones)."""
+        waiting = sum(1 for t in self.live.values() if t.state is RequestState.QUEUED)
+        return waiting, len(self.live) - waiting
+
+    # --- arrivals and ends ---
+
+    def _submit(self, event: Submit, now_s: float) -> None:
+        request = event.request
+        if request.request_id in self.live:
+            raise ValueError(f"request id {request.request_id} is already live")
+        self.submitted += 1
+        refusal = self._refusal(request, now_s)
+        if refusal is not None:
+            self.outcomes[refusal.outcome] += 1
+            self._outbox.append(refusal)
+            return
+        tracked = classify(request, self.instances.values(), self.settings, self.submitted)
+        self.live[request.request_id] = tracked
+        self._arrivals.append(tracked)
+        self.policy.add(tracked, now_s, arrival=True)
+        age_s = request.arrival_s + self.settings.queue_age_s_max
+        self._timeouts.add(age_s, Timeout(tracked, Outcome.REJECTED_CAPACITY, Reason.QUEUE_AGE))
+        if request.deadline_s is not None:
+            timeout = Timeout(tracked, Outcome.DEADLINE_EXCEEDED, Reason.DEADLINE_PASSED)
+            self._timeouts.add(request.deadline_s, timeout)
+
+    def _refusal(self, request: Request, now_s: float) -> Reject | None:
+        if self.draining:
+            detail = "the service is shutting down"
+            return Reject(request.request_id, Outcome.REJECTED_DRAINING, Reason.DRAINING, detail)
+        loads = [self.policy.lane_load(lane) for lane in Lane]
+        rates = [1.0 / (i.pricer.pass_s([(i.pricer.knee_tokens, 0)])) for i in self.instances.values()]
+        knees = [i.pricer.knee_tokens for i in self.instances.values()]
+        tokens_per_s = sum(rate * knee for rate, knee in zip(rates, knees, strict=True))
+        load = QueueLoad(sum(n for n, _ in loads), sum(t for _, t in loads), max(tokens_per_s, 1.0))
+        specs = (instance.spec for instance in self.instances.values())
+        return self._admission.refusal(request, load, specs, now_s)
+
+    def _cancel(self, event: Cancel, now_s: float) -> None:
+        tracked = self.live.get(event.request_id)
+        if tracked is not None:
+            outcome = Outcome.COMPLETED if event.finished else Outcome.CANCELLED
+            self._reject(tracked, outcome, Reason.CLIENT_CANCELLED, now_s)
+
+    def _reject(
+        self, tracked: Tracked, outcome: Outcome, reason: Reason, now_s: float, detail: str = ""
+    ) -> None:
+        """End a live request by our decision: answer it, and free what it holds now or after its pass."""
+        retry_s = self.settings.retry_after_s if outcome.name.startswith("REJECTED") else None
+        self._outbox.append(Reject(tracked.request_id, outcome, reason, detail, retry_s))
+        instance = self.instances.get(tracked.instance_id or "")
+        if tracked.state in _WAITING:
+            self.policy.remove(tracked)
+        if instance is not None:
+            if self._in_pass(instance, tracked.request_id):
+                self._unheard[tracked.request_id] = instance.instance_id
+            else:
+                self._free(instance, tracked.request_id, reason)
+        self._end(tracked, instance, outcome)
+
+    def _end(self, tracked: Tracked, instance: Instance | None, outcome: Outcome) -> None:
+        tracked.move(RequestState.ENDED)
+        self.outcomes[outcome] += 1
+        del self.live[tracked.request_id]
+        if instance is not None:
+            instance.partial.pop(tracked.request_id, None)
+            instance.decode.running.pop(tracked.request_id, None)
+
+    def _free(self, instance: Instance, request_id: str, reason: Reason) -> None:
+        self._outbox.append(Abort(instance.instance_id, request_id, reason))
+        instance.kv.release(request_id)
+
+    def _in_pass(self, instance: Instance, request_id: str) -> bool:
+        flights = (instance.running, instance.staged)
+        return any(f is not None and any(i.request_id == request_id for i in f.pass_.items) for f in flights)
+
+    # --- passes ---
+
+    def _next_pass(self, instance: Instance, now_s: float) -> Wait | None:
+        """Start or stage what comes next on `instance`; or say until when to wait."""
+        lead_s = self.settings.stage_lead_s
+        if instance.running is None:
+            return self._choose(instance, now_s, staged=False)
+        if lead_s == 0.0 or instance.staged is not None or not math.isfinite(instance.running.end_s):
+            return None
+        if now_s >= instance.running.end_s - lead_s:
+            self._choose(instance, max(now_s, instance.running.end_s), staged=True)
+            return None
+        return Wait(instance.running.end_s - lead_s, Reason.STAGE_LATER)
+
+    def _choose(self, instance: Instance, start_s: float, *, staged: bool) -> Wait | None:
+        plan = self.policy.plan(instance, start_s)
+        step = None if staged else instance.decode.step()
+        if isinstance(plan, PassPlan):
+            if step is not None and instance.decode.must_step(step, plan.predicted_s, start_s):
+                self._dispatch_step(instance, step, Reason.DECODE_DUE, start_s)
+            else:
+                self._dispatch_prefill(instance, plan, start_s, staged=staged)
+            return None
+        if step is not None:
+            self._dispatch_step(instance, step, Reason.DECODE_ONLY, start_s)
+            return None
+        return plan
+
+    def _dispatch_prefill(self, instance: Instance, plan: PassPlan, start_s: float, *, staged: bool) -> None:
+        for item in plan.items:
+            tracked = item.tracked
+            self.policy.remove(tracked)
+            instance.kv.reserve(tracked.request_id, tracked.kv_tokens_max)
+            tracked.instance_id = instance.instance_id
+            tracked.move(RequestState.STAGED if staged else RequestState.PREFILLING)
+        self.policy.dispatched(plan, start_s)
+        items = tuple(PassItem(i.tracked.request_id, i.new_tokens, i.history) for i in plan.items)
+        flight = InFlight(self._new_pass(PassKind.PREFILL, items), plan.reason, plan.predicted_s)
+        self._send(instance, flight, plan.numbers, start_s, staged=staged)
+
+    def _dispatch_step(self, instance: Instance, step: DecodeStep, reason: Reason, start_s: float) -> None:
+        items = tuple(PassItem(t.request_id, 1, t.position) for t in step.requests)
+        flight = InFlight(self._new_pass(PassKind.DECODE, items), reason, step.predicted_s)
+        self._send(instance, flight, DispatchNumbers(step.predicted_s), start_s, staged=False)
+
+    def _new_pass(self, kind: PassKind, items: tuple[PassItem, ...]) -> Pass:
+        pass_id, self._next_pass_id = self._next_pass_id, self._next_pass_id + 1
+        return Pass(pass_id, kind, items)
+
+    def _send(
+        self, instance: Instance, flight: InFlight, numbers: DispatchNumbers, start_s: float, *, staged: bool
+    ) -> None:
+        if staged:
+            instance.staged = flight
+        else:
+            flight.start_s = start_s
+            instance.running = flight
+        self._outbox.append(Dispatch(instance.instance_id, flight.pass_, staged, flight.reason, numbers))
+
+    def _revoke_for_arrivals(self, instance: Instance, now_s: float) -> None:
+        """Take a staged pass back when a newcomer makes its target only without it."""
+        flight, running = instance.staged, instance.running
+        if flight is None or running is None or flight.revoking:
+            return
+        for tracked in self._arrivals:
+            if tracked.state is not RequestState.QUEUED or tracked.lane is not Lane.SHORT:
+                continue
+            end_s = max(now_s, running.end_s) + instance.pricer.pass_s([instance.item_of(tracked)])
+            if end_s <= tracked.target_s < end_s + flight.predicted_s:
+                flight.revoking = True
+                self._outbox.append(Revoke(instance.instance_id, flight.pass_.pass_id, Reason.URGENT_ARRIVAL))
+                return
+
+    def _started(self, event: PassStarted, now_s: float) -> None:
+        instance = self.instances.get(event.instance_id)
+        if instance is None or instance.running is None:
+            return
+        if instance.running.pass_.pass_id == event.pass_id:
+            instance.running.start_s = now_s
+
+    def _revoked(self, event: PassRevoked, now_s: float) -> None:
+        instance = self.instances.get(event.instance_id)
+        if instance is None or instance.staged is None or instance.staged.pass_.pass_id != event.pass_id:
+            return
+        flight, instance.staged = instance.staged, None
+        for item in flight.pass_.items:
+            tracked = self.live.get(item.request_id)
+            if tracked is None:
+                self._forget_unheard(instance, item.request_id)
+            else:
+                self._wait_again(instance, tracked, now_s)
+
+    def _finished(self, event: PassFinished, now_s: float) -> None:
+        instance = self._over(event.instance_id, event.result.pass_id)
+        if instance is None:
+            return
+        decode = event.result.kind is PassKind.DECODE
+        (instance.decode.ran_step if decode else instance.decode.ran_prefill)(event.result.elapsed_s)
+        for item in event.result.items:
+            tracked = self.live.get(item.request_id)
+            if tracked is None:
+                self._forget_unheard(instance, item.request_id)
+            elif item.error is not None:
+                self._lose(tracked, instance, now_s, Reason.PASS_FAILED, item.error)
+            else:
+                self._advance(tracked, instance, item, now_s)
+
+    def _advance(self, tracked: Tracked, instance: Instance, item: ItemResult, now_s: float) -> None:
+        stuck = item.position <= tracked.position and item.token is None
+        tracked.position = item.position
+        if item.token is None:
+            if stuck:
+                self._lose(tracked, instance, now_s, Reason.PASS_FAILED, "the pass computed nothing")
+                return
+            instance.partial[tracked.request_id] = tracked
+            self._wait_again(instance, tracked, now_s)
+            return
+        tracked.generated += 1
+        tracked.last_token_s = now_s
+        instance.partial.pop(tracked.request_id, None)
+        if item.finish is not None:
+            instance.kv.release(tracked.request_id)
+            self._end(tracked, instance, Outcome.COMPLETED)
+        elif tracked.state is not RequestState.DECODING:
+            tracked.move(RequestState.DECODING)
+            instance.decode.running[tracked.request_id] = tracked
+
+    def _wait_again(self, instance: Instance, tracked: Tracked, now_s: float) -> None:
+        """Back to the queue after a chunk or a revoked pass."""
+        if tracked.request_id in instance.partial:
+            tracked.move(RequestState.PARTIAL)
+            tracked.waiting_since_s = now_s
+            tracked.service_s = instance.pricer.request_s(tracked.remaining, tracked.position)
+        else:
+            instance.kv.release(tracked.request_id)
+            tracked.instance_id = None
+            tracked.move(RequestState.QUEUED)
+        self.policy.add(tracked, now_s, arrival=False)
+
+    def _failed(self, event: PassFailed, now_s: float) -> None:
+        flight_of = self.instances.get(event.instance_id)
+        flight = flight_of.running if flight_of is not None else None
+        instance = self._over(event.instance_id, event.pass_id)
+        if instance is None or flight is None:
+            return
+        for request_id in dict.fromkeys([*event.lost, *(i.request_id for i in flight.pass_.items)]):
+            tracked = self.live.get(request_id)
+            if tracked is None:
+                self._forget_unheard(instance, request_id)
+            elif request_id in event.lost or not self._try_again(tracked, instance, now_s):
+                self._lose(tracked, instance, now_s, Reason.PASS_FAILED, event.error)
+
+    def _try_again(self, tracked: Tracked, instance: Instance, now_s: float) -> bool:
+        """Whether a request whose KV outlived a failed pass goes on from where it was."""
+        if tracked.failures >= FAILURES_MAX:
+            return False
+        if tracked.request_id in instance.partial:
+            tracked.failures += 1
+            self._wait_again(instance, tracked, now_s)
+            return True
+        tracked.failures += tracked.state is RequestState.DECODING
+        return tracked.state is RequestState.DECODING
+
+    def _over(self, instance_id: str, pass_id: int) -> Instance | None:
+        """The running pass ended; the staged one runs. None for an instance or pass that is not ours."""
+        instance = self.instances.get(instance_id)
+        if instance is None or instance.running is None or instance.running.pass_.pass_id != pass_id:
+            return None
+        instance.passes_done += 1
+        instance.running, instance.staged = instance.staged, None
+        if instance.running is not None:
+            for item in instance.running.pass_.items:
+                if item.request_id in self.live:
+                    self.live[item.request_id].move(RequestState.PREFILLING)
+        return instance
+
+    def _forget_unheard(self, instance: Instance, request_id: str) -> None:
+        if self._unheard.pop(request_id, None) is not None:
+            self._free(instance, request_id, Reason.CLIENT_CANCELLED)
+
+    def _lose(self, tracked: Tracked, instance: Instance, now_s: float, reason: Reason, detail: str) -> None:
+        """KV is gone. Run it again, once, if the client has seen nothing; else it ends."""
+        if tracked.generated > 0 or tracked.failures >= FAILURES_MAX:
+            self._reject(tracked, Outcome.ENGINE_FAILED, reason, now_s, detail)
+            return
+        if tracked.state in _WAITING:
+            self.policy.remove(tracked)
+        tracked.failures += 1
+        instance.partial.pop(tracked.request_id, None)
+        self._free(instance, tracked.request_id, reason)
+        tracked.instance_id, tracked.position = None, 0
+        tracked.move(RequestState.QUEUED)
+        self.policy.add(tracked, now_s, arrival=False)
+
+    # --- instances ---
+
+    def _instance_up(self, event: InstanceUp, now_s: float) -> None:
+        instance_id = event.spec.instance_id
+        if instance_id in self.instances:
+            raise ValueError(f"instance {instance_id} is already up")
+        self.instances[instance_id] = Instance(event.spec, self.settings)
+
+    def _instance_down(self, event: InstanceDown, now_s: float) -> None:
+        instance = self.instances.pop(event.instance_id, None)
+        if instance is None:
+            return
+        for request_id in [r for r, i in self._unheard.items() if i == event.instance_id]:
+            del self._unheard[request_id]
+        mine = [t for t in self.live.values() if t.instance_id == event.instance_id]
+        for tracked in sorted(mine, key=lambda t: t.seq):
+            self._lose(tracked, instance, now_s, Reason.INSTANCE_LOST, event.error)
+        self._outbox = [
+            c
+            for c in self._outbox
+            if not (isinstance(c, Abort | Dispatch | Revoke) and c.instance_id == event.instance_id)
+        ]
+
+    def _kv_changed(self, event: KvChanged, now_s: float) -> None:
+        if event.instance_id in self.instances:
+            self.instances[event.instance_id].prefix.apply(event.events)
+
+    def _drain_began(self, event: DrainBegan, now_s: float) -> None:
+        self.draining = True
