@@ -15,7 +15,8 @@ class RequestRecord:
     """The life of one request on the service clock (seconds, `loop.time()`), written by the pump only."""
 
     request: Request
-    lane: Lane | None = None
+    lane: Lane | None = None  # None: refused at the door
+    ttft_target_s: float | None = None  # seconds from arrival, its own or that of its lane
     new_tokens: int = 0  # L: prompt tokens computed
     history_tokens: int = 0  # H: prompt tokens reused
     output_tokens: int = 0
@@ -36,12 +37,12 @@ class RequestRecord:
 
     @property
     def target_met(self) -> bool | None:
-        """Whether the first token came within `request.ttft_target_s`; None without a target."""
-        if self.request.ttft_target_s is None:
+        """Whether the first token came within `ttft_target_s`; None without a target."""
+        if self.ttft_target_s is None:
             return None
         return (
             self.first_token_s is not None
-            and self.first_token_s - self.request.arrival_s <= self.request.ttft_target_s
+            and self.first_token_s - self.request.arrival_s <= self.ttft_target_s
         )
 
 
