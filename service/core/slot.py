@@ -10,7 +10,8 @@
 Every pass enters as staged, also one that an idle worker will start in the same turn, so there is one way
 to the engine. Both drivers use this class: the asyncio worker and the virtual-time kernel thus agree on
 when a pass can still be revoked. A revoke that comes too late is no error, because the worker may have
-started the pass while the command was on its way; anything else out of order is a broken scheduler and raises.
+started the pass while the command was on its way; anything else out of order is a broken scheduler and
+raises.
 """
 
 from __future__ import annotations
