@@ -18,7 +18,7 @@ one request. The *knee* is the T from which tokens cost linearly: 90 % of the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -102,7 +102,9 @@ class CostModel:
             return 0
         if self.alpha == 0.0:
             return math.ceil(constant / linear) if linear > 0.0 else self.tokens_max
-        root = (-linear + math.sqrt(linear * linear + 4.0 * self.alpha * constant)) / (2.0 * self.alpha)
+        spread = math.sqrt(linear * linear + 4.0 * self.alpha * constant)
+        # The form of the root that doesn't cancel: with a small alpha the printed one loses all its digits.
+        root = 2.0 * constant / (linear + spread) if linear > 0.0 else (spread - linear) / (2.0 * self.alpha)
         return math.ceil(root - 1e-9)
 
     def printed_boundary_tokens(self) -> float:
@@ -117,12 +119,14 @@ class CostModel:
 
         Attention within short requests is left out: it does not saturate, and at the knee it is small.
         """
-        slope = max(self.beta, self.gamma_w)
 
         def rate(tokens: int) -> float:
             return tokens / self.pass_s(PassShape(tokens, 0.0, 0, 1))
 
-        saturated = max(1.0 / slope / 2.0 ** (1.0 / self.smooth_p), 0.0) if self.beta == self.gamma_w else 1.0 / slope
+        # The limit of rate(T): both sides grow linearly, so the smooth maximum of their slopes remains.
+        steep = max(self.beta, self.gamma_w)
+        ratio = min(self.beta, self.gamma_w) / steep
+        saturated = 1.0 / (steep * (1.0 + ratio**self.smooth_p) ** (1.0 / self.smooth_p))
         low, high = 1, max(2, self.tokens_max)
         if rate(high) < share * saturated:
             return high
@@ -143,5 +147,3 @@ class CostModel:
         if unknown:
             raise ValueError(f"cost model: unknown field {sorted(unknown)[0]!r}")
         return cls(**data)
-
-
