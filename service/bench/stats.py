@@ -123,13 +123,13 @@ def ratio(arm: Sequence[Round], base: Sequence[Round], statistic: Statistic, see
     for ours, theirs in zip(arm, base, strict=True):
         if [s.request_id for s in ours.observations] != [s.request_id for s in theirs.observations]:
             raise ValueError("rounds hold different requests; compare arms that got the same plan")
-    value = _divide(statistic(arm), statistic(base))
+    value = divide(statistic(arm), statistic(base))
     pairs = _blocks(arm, base)
     rng = np.random.default_rng(seed)
     draws = []
     for _ in range(RESAMPLES):
         picked = [pairs[n] for n in rng.integers(0, len(pairs), len(pairs))]
-        drawn = _divide(statistic([ours for ours, _ in picked]), statistic([theirs for _, theirs in picked]))
+        drawn = divide(statistic([ours for ours, _ in picked]), statistic([theirs for _, theirs in picked]))
         if math.isfinite(drawn):  # a draw without any request of the lane says nothing
             draws.append(drawn)
     if not draws:
@@ -149,7 +149,8 @@ def _blocks(arm: Sequence[Round], base: Sequence[Round]) -> list[tuple[Round, Ro
     return [(Round(tuple(ours)), Round(tuple(theirs))) for ours, theirs in pairs.values()]
 
 
-def _divide(value: float, base: float) -> float:
+def divide(value: float, base: float) -> float:
+    """NaN for a base of zero or NaN: nothing to compare with."""
     return value / base if base else math.nan
 
 
