@@ -5,14 +5,15 @@ The model of `engines.cost_model` is fitted to the logarithm of the measured tim
 keeps one disturbed measurement from bending the curve: up to about 5 % an error counts squared, beyond it
 linearly.
 
-`launch` can't be told from `weights` by pass times alone, so it is 0 unless the caller measured it. How sharp
-the corner between memory and compute is, `smooth_p`, is fitted within stated bounds: kernels differ in how well
-they overlap the two. Coefficients that the samples say nothing about (history, when none has any) are 0.
-`gamma_w` and `smooth_p` shape the same corner, so samples alone hardly tell them apart, and L_m would wander
-with the choice of samples. Writing KV is cheap beside computing a token: `gamma_w` is pulled weakly to 0.
+`launch` can't be told from `weights` by pass times alone, so it is 0 unless the caller measured it. How
+sharp the corner between memory and compute is, `smooth_p`, is fitted within stated bounds: kernels differ in
+how well they overlap the two. Coefficients that the samples say nothing about (history, when none has any)
+are 0. `gamma_w` and `smooth_p` shape the same corner, so samples alone hardly tell them apart, and L_m would
+wander with the choice of samples. Writing KV is cheap beside computing a token: `gamma_w` is pulled weakly
+to 0.
 
-The problem has several local minima, depending on which side of the corner the small passes start: a fixed set
-of starting points is tried and the best end point kept, so the same samples always give the same model.
+The problem has several local minima, depending on which side of the corner the small passes start: a fixed
+set of starting points is tried and the best end point kept, so equal samples always give an equal model.
 """
 
 from __future__ import annotations
