@@ -2,8 +2,8 @@
 
 A block holds `block_tokens` consecutive tokens of one request. A full block is named by a chain hash: the
 hash of its tokens and of the block before it, so equal hashes mean equal prefixes. Full blocks whose last
-holder is gone stay reusable in least-recently-used order, blocks of retained requests (sessions) after all
-others, until their memory is needed.
+holder is gone stay reusable in least-recently-used order until their memory is needed; a block that any
+retained request (a session) ever held goes after all others.
 
 Adapters that own tensors index them by the block numbers given out here; the simulated engine uses the same
 accounting with no tensors behind it.
@@ -57,6 +57,7 @@ class BlockPool:
         self._refs = [0] * blocks_total
         self._hash_of: dict[int, int] = {}  # block -> chain hash, full and published blocks only
         self._block_of: dict[int, int] = {}  # chain hash -> block
+        self._retained: set[int] = set()  # blocks to evict last
         self._idle: tuple[OrderedDict[int, None], OrderedDict[int, None]] = (OrderedDict(), OrderedDict())
         self._events: list[KvEvent] = []
 
@@ -113,11 +114,14 @@ class BlockPool:
     def release(self, table: BlockTable) -> None:
         """Give the blocks of `table` back; published ones stay reusable. Tail blocks are evicted first."""
         for block in reversed(table.blocks):
+            if table.retain:
+                self._retained.add(block)
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 if block in self._hash_of:
-                    self._idle[table.retain][block] = None
+                    self._idle[block in self._retained][block] = None
                 else:
+                    self._retained.discard(block)
                     self._free.append(block)
         table.blocks.clear()
 
@@ -128,8 +132,13 @@ class BlockPool:
     def check(self) -> None:
         """Raise AssertionError when a block is lost or counted twice (tests and debug runs)."""
         held = sum(1 for refs in self._refs if refs > 0)
+        idle = [*self._idle[0], *self._idle[1]]
         assert held + self.blocks_free + self.blocks_cached == self.blocks_total
-        assert len(set(self._free)) == len(self._free)
+        assert len({*self._free, *idle}) == len(self._free) + len(idle)
+        assert all(self._refs[block] == 0 for block in (*self._free, *idle))
+        assert all(block in self._hash_of for block in idle)
+        assert not self._hash_of.keys() & set(self._free)
+        assert not self._retained & set(self._free)
         assert {v: k for k, v in self._hash_of.items()} == self._block_of
 
     def _hold(self, block: int) -> None:
@@ -140,6 +149,7 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = (self._idle[0] or self._idle[1]).popitem(last=False)
+        self._retained.discard(block)
         value = self._hash_of.pop(block)
         del self._block_of[value]
         self._events.append(BlocksRemoved((value,)))

@@ -6,7 +6,8 @@ builder, the scheduler, the simulator and the tests all use it, so padding can't
 layout x padding:
   packed, nothing     T = sum of L; each request attends to its own history only (TensorRT-LLM)
   packed, class       T up to the next T-class, history up to the next H-class. The embedded engine separates
-                      requests by a block mask over the whole row, so it pays for one long request of that size
+                      requests by a block mask over the whole row, so it pays for one long request of that
+                      size
   rectangular, cell   B x longest L, both up to the next edge of the grid
   rectangular, class  B x longest L, the product up to the next T-class
 """
@@ -46,11 +47,21 @@ class Profiles:
             raise ValueError("t_classes is empty: name at least the largest pass in tokens")
         if self.padding is Padding.CELL and not self.cells:
             raise ValueError("cells is empty: padding 'cell' needs the (L, B) cells that were built")
+        largest = max((length * rows for length, rows in self.cells), default=0)
+        if largest > self.tokens_max:
+            raise ValueError(f"cells: one holds {largest} tokens, but t_classes ends at {self.tokens_max}")
 
     @property
     def tokens_max(self) -> int:
         """Largest T of one pass."""
         return self.t_classes[-1]
+
+    @property
+    def request_tokens_max(self) -> int:
+        """Largest number of new tokens of one request in a pass; alone and without history it always fits."""
+        if self.padding is Padding.CELL:
+            return max(length for length, _ in self.cells)
+        return self.tokens_max
 
     @property
     def history_max(self) -> int | None:
@@ -65,7 +76,12 @@ class Profiles:
         return _edge(self.h_classes, history) if self.h_classes else history
 
     def executed(self, items: Sequence[tuple[int, int]]) -> PassShape | None:
-        """The shape that runs for `items` = (new tokens, history tokens) per request; None if none fits."""
+        """The shape that runs for `items` = (new tokens, history tokens) per request; None if none fits.
+
+        Raises ValueError for no items.
+        """
+        if not items:
+            raise ValueError("a pass needs at least one item")
         if self.layout is Layout.RECTANGULAR:
             return self._rectangle(items)
         tokens = sum(new for new, _ in items)
@@ -81,21 +97,23 @@ class Profiles:
         return PassShape.of([*items, (pad, 0)] if pad else items)
 
     def _rectangle(self, items: Sequence[tuple[int, int]]) -> PassShape | None:
-        rows, longest = len(items), max(new for new, _ in items)
-        past = max(past for _, past in items)
+        rows, longest, pad = len(items), max(new for new, _ in items), 0
+        h_class = self.h_class(max(past for _, past in items))
         if self.padding is Padding.CELL:
             fitting = [(length * b, length, b) for length, b in self.cells if length >= longest and b >= rows]
             if not fitting:
                 return None
             _, longest, rows = min(fitting)
-        elif self.t_class(rows * longest) is None:
-            return None
-        elif self.padding is Padding.CLASS:
+        else:
             t_class = self.t_class(rows * longest)
-            assert t_class is not None
-            longest = -(-t_class // rows)
-        h_class = self.h_class(past)
-        return None if h_class is None else PassShape.of([(longest, h_class)] * rows)
+            if t_class is None:
+                return None
+            if self.padding is Padding.CLASS:
+                pad = t_class - rows * longest
+        if h_class is None:
+            return None
+        rectangle = [(longest, h_class)] * rows
+        return PassShape.of([*rectangle, (pad, 0)] if pad else rectangle)
 
 
 def _edge(edges: tuple[int, ...], value: int) -> int | None:
