@@ -111,9 +111,8 @@ class LengthAwarePolicy:
     ) -> list[PlanItem]:
         """The short requests of the pass, beside an aged `lead`."""
         leading = {item.tracked.request_id for item in lead}
-        queue = self._lanes[Lane.SHORT]
         found: list[PlanItem] = []
-        for tracked in islice(queue.in_order(now_s), 2 * self._settings.group_requests_max):
+        for tracked in self._candidates(Lane.SHORT, instance, now_s, 2 * self._settings.group_requests_max):
             if len(found) == min(self._settings.group_requests_max, instance.requests_max - len(lead)):
                 break
             new_tokens, history = instance.item_of(tracked)
@@ -178,10 +177,18 @@ class LengthAwarePolicy:
     def _long_candidates(self, instance: Instance, now_s: float, lead: list[PlanItem]) -> list[Tracked]:
         """Long requests that may run here, in their order."""
         leading = {item.tracked.request_id for item in lead}
+        found = self._candidates(Lane.LONG, instance, now_s, FILL_CANDIDATES)
+        return [tracked for tracked in found if tracked.request_id not in leading]
+
+    def _candidates(self, lane: Lane, instance: Instance, now_s: float, count: int) -> list[Tracked]:
+        """The first `count` of a lane that are not bound elsewhere, then those that hold KV here already:
+        they need no room, so there is always somebody who can run."""
+        queue = self._lanes[lane]
         here = (None, instance.instance_id)
-        ordered = islice(self._lanes[Lane.LONG].in_order(now_s), 4 * FILL_CANDIDATES)
-        found = (t for t in ordered if t.instance_id in here and t.request_id not in leading)
-        return list(islice(found, FILL_CANDIDATES))
+        found = list(islice((t for t in queue.in_order(now_s) if t.instance_id in here), count))
+        chosen = {tracked.request_id for tracked in found}
+        held = (t for t in instance.partial.values() if t.request_id not in chosen and t in queue)
+        return found + sorted(held, key=lambda t: t.seq)
 
     def _fill(
         self, instance: Instance, gate: KvGate, front: list[PlanItem], longs: list[Tracked]
@@ -229,7 +236,7 @@ class LengthAwarePolicy:
         pricer = instance.pricer
         allowed_s = self._pass_s_max(instance)
         best_rate, best = 0.0, 0
-        for edge in pricer.profiles.t_classes:
+        for edge in pricer.chunk_edges:
             chunk_s = pricer.pass_s([(edge, history)])
             if math.isinf(chunk_s) or (edge > pricer.knee_tokens and chunk_s > allowed_s):
                 continue
@@ -267,6 +274,6 @@ class LengthAwarePolicy:
     def _depth_bound(self, instance: Instance) -> int:
         """Largest pass in tokens that the default short target leaves time for: D never grows past it."""
         allowed_s = self._settings.ttft_target_short_s - self._settings.safety_s
-        profiles = instance.spec.profiles
-        fitting = [e for e in profiles.t_classes if instance.pricer.pass_s([(e, 0)]) <= allowed_s]
-        return fitting[-1] if fitting else profiles.t_classes[0]
+        edges = instance.pricer.chunk_edges
+        fitting = [edge for edge in edges if instance.pricer.pass_s([(edge, 0)]) <= allowed_s]
+        return fitting[-1] if fitting else edges[0]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from engines.cost_model import CostModel, PassShape
 from engines.profiles import Profiles
+from engines.types import Layout, Padding
 
 
 class Pricer:
@@ -16,7 +17,9 @@ class Pricer:
         self.cost = cost
         self.profiles = profiles
         self._class_s: dict[PassShape, float] = {}
-        self.knee_tokens = min(cost.knee_tokens(), profiles.tokens_max)
+        self.knee_tokens = min(cost.knee_tokens(), profiles.request_tokens_max)
+        grid = {length for length, _ in profiles.cells}
+        self.chunk_edges = tuple(sorted(grid)) if profiles.padding is Padding.CELL else profiles.t_classes
 
     def pass_s(self, items: Sequence[tuple[int, int]]) -> float:
         """`items` are (new tokens, history tokens) per request; no items cost nothing."""
@@ -34,7 +37,7 @@ class Pricer:
 
     def request_s(self, new_tokens: int, history: int) -> float:
         """Seconds for one request alone, in chunks of the largest profile where it needs several."""
-        total_s, tokens_max = 0.0, self.profiles.tokens_max
+        total_s, tokens_max = 0.0, self.profiles.request_tokens_max
         while new_tokens > 0:
             chunk = min(new_tokens, tokens_max)
             total_s += self.pass_s([(chunk, history)])
@@ -44,7 +47,8 @@ class Pricer:
 
     def chunk_sizes(self, tokens_in_pass: int, remaining: int) -> list[int]:
         """Chunks worth considering beside `tokens_in_pass`: up to each class edge, or all that remains."""
-        sizes = [e - tokens_in_pass for e in self.profiles.t_classes if e > tokens_in_pass]
+        before = tokens_in_pass if self.profiles.layout is Layout.PACKED else 0
+        sizes = [edge - before for edge in self.chunk_edges if edge > before]
         chunks = [size for size in sizes if size < remaining]
         if any(size >= remaining for size in sizes):
             chunks.append(remaining)

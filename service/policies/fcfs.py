@@ -63,7 +63,8 @@ class FcfsPolicy:
                     break
                 blocks += instance.kv.blocks_for(tracked.kv_tokens_max)
             new_tokens, history = instance.item_of(tracked)
-            item = PlanItem(tracked, min(new_tokens, budget), history)
+            chunk = min(new_tokens, budget, instance.spec.profiles.request_tokens_max)
+            item = PlanItem(tracked, chunk, history)
             if math.isinf(instance.pricer.pass_s([*(i.size for i in items), item.size])):
                 break
             items.append(item)
