@@ -1,10 +1,10 @@
 """Do the books balance? What clients saw, beside what the service says of itself.
 
 The service's own law holds at any moment: submitted = sum of outcomes + queued + running. Client and service
-agree up to two races that nobody can close. A cancel may reach the service after the last token: cancelled for
-the client, completed for the service. Or before the request was submitted at all: then the service never
-counted it. So completed and refused are compared within the number of requests that the clients cancelled.
-Both sides must be counted over the same time, with no other client at work.
+agree up to two races that nobody can close. A cancel may reach the service after the last token: cancelled
+for the client, completed for the service. Or before the request was submitted at all: then the service
+never counted it. So completed and refused are compared within the number of requests that the clients
+cancelled or saw fail. Both sides must be counted over the same time, with no other client at work.
 """
 
 from __future__ import annotations

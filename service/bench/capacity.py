@@ -6,17 +6,20 @@ The demand of a request is the engine time it takes, prefill and decode:
     decode  = (max_tokens - 1) * step_s(b) / b, its share of steps that b requests take together
 
 The first token comes from prefill. Batching of prefills is left out: past the knee it gains nearly nothing on
-the embedded engine. b is the mean number of requests that decode at that load. By Little's law it is rate *
-(time a request decodes); while anyone decodes the engine still gives the share rate * prefill to prefills, so
+the embedded engine. By Little's law the mean number of requests that decode is rate * (time a request
+decodes); prefills take the share rate * prefill of the engine meanwhile, so
 
-    b = max(1, rate * (max_tokens - 1) * step_s(b) / (1 - rate * prefill)),  rate = load_ratio / demand(b)
+    n = rate * (max_tokens - 1) * step_s(b) / (1 - rate * prefill),   rate = load_ratio / demand(b)
+    b = n / (1 - exp(-n))
 
-which is solved by iterating. Capacity is 1 / demand. It is a yardstick, the same for every policy of a
+where b, the batch of the mean step, is the mean of a Poisson number of requests given that it is not 0. This
+is solved by iterating. Capacity is 1 / demand. It is a yardstick, the same for every policy of a
 comparison: a policy with better batches can bear more, one with worse batches less.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,7 +36,7 @@ class Demand:
     load_ratio: float
     prefill_s: float  # engine seconds of prefill
     decode_s: float  # engine seconds of decode, its share of the common steps
-    decode_batch: float  # b, requests that decode together on average
+    decode_batch: float  # b, requests in the mean decode step
 
     @property
     def request_s(self) -> float:
@@ -99,7 +102,8 @@ def demand(
         step_s, batch_fit = _step_s(batch, history, cost, profiles)
         result = Demand(load_ratio, prefill_s, steps * step_s / batch_fit, batch_fit)
         rate = result.rate_rps
-        settled = max(1.0, rate * steps * step_s / (1.0 - min(rate * prefill_s, load_ratio)))
+        decoding = rate * steps * step_s / (1.0 - rate * prefill_s)
+        settled = decoding / -math.expm1(-decoding) if decoding > 0.0 else 1.0
         if abs(settled - batch) < 1e-6:
             break
         batch = 0.5 * (batch + settled)  # damped: the plain iteration can swing between two profiles

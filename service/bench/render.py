@@ -22,8 +22,8 @@ On this machine ({cores} cores); one engine per policy, same bundle, same decode
 arrivals at {load:.0%} of the {capacity:.2f} requests/s that the fitted cost model gives for this mix \
 ({documents:.0%} documents of {low}-{high} tokens, the rest chats, max_tokens {max_tokens}). TTFT counts \
 from the moment a request was due; lanes are the load generator's labels. Attainment: first token within \
-{target} s (short) or max({target} s, 3 x alone + 0.2 s) (long), of all that arrived. Brackets: 95 % intervals, \
-bootstrap over stretches of 5 s; another machine or mix can differ by more.
+{target} s (short) or max({target} s, 3 x alone + 0.2 s) (long), of all that arrived. Brackets: 95 % \
+intervals, bootstrap over stretches of 5 s; another machine or mix can differ by more.
 """
 SHOWN = """\
 Order, chunking and reuse: short prompts overtake long ones at the edges of chunks, long ones take what is \
