@@ -1,0 +1,185 @@
+"""Run a build: carry out the steps of the plan that are not done yet, in order, and publish the bundle."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from build_scripts.calibrate import fit_calibration, measure_shapes, shapes_of, write_csv
+from build_scripts.convert import FACTS, code_digest, convert
+from build_scripts.fetch import WEIGHTS, fetch
+from build_scripts.manifest import bundle_files, make_manifest, read_json
+from build_scripts.plan import CALIBRATION_S, QUICK_CALIBRATION_S, Plan, make_plan, probe_profiles
+from build_scripts.progress import Progress, Silent
+from build_scripts.spec import DEFAULT_MODEL, BuildError, BuildSpec, build_spec
+from build_scripts.store import Store, publish
+from build_scripts.verify import verify
+from engines.bundle import CALIBRATION, MANIFEST, TOKENIZER, BundleMismatch, Host, Text, open_bundle
+from engines.profiles import Profiles
+
+if TYPE_CHECKING:
+    from engines.openvino_cpu import OpenVinoCpuEngine
+
+
+def plan_build(spec: BuildSpec) -> Plan:
+    """The plan for this machine. Imports no engine library."""
+    return make_plan(spec, Host.current(spec.backend), code_digest())
+
+
+def steps_done(plan: Plan) -> dict[str, bool]:
+    """Which steps an interrupted or earlier build has left valid outputs for."""
+    store = Store(plan.spec.work_dir)
+    done = {step.name: store.done(step.name, step.key) for step in plan.steps if step.name != "publish"}
+    return {**done, "publish": is_current(plan)}
+
+
+def is_current(plan: Plan) -> bool:
+    """Whether the published bundle opens on this machine and came from exactly this plan."""
+    try:
+        return open_bundle(plan.spec.bundle_dir).manifest.steps == plan.keys
+    except BundleMismatch:
+        return False
+
+
+def build(spec: BuildSpec, progress: Progress | None = None, *, force: bool = False) -> Path:
+    """Build the bundle of `spec` and return its directory. Raises BuildError.
+
+    Steps that are done are left alone; with `force` all are repeated but the download.
+    """
+    progress = progress or Silent()
+    plan = plan_build(spec)
+    if plan.spec.backend == "openvino_cpu" and Host.current(spec.backend).library_version == "not installed":
+        raise BuildError("openvino is not installed: install the extra with `pip install 'plaserve[cpu]'`")
+    store = Store(spec.work_dir)
+    with store.lock():
+        if not force and is_current(plan):
+            return spec.bundle_dir
+        actions = _actions(plan, store, progress)
+        for step in plan.steps[:-1]:
+            if store.done(step.name, step.key) and not (force and step.name != "fetch"):
+                progress.skip(step.name)
+                continue
+            progress.begin(step.name, step.does)
+            progress.end(actions[step.name](store.begin(step.name)))
+            store.commit(step.name, step.key)
+        progress.begin("publish", plan.steps[-1].does)
+        files = [*bundle_files(store), store.folder("manifest") / MANIFEST]
+        publish(files, spec.bundle_dir, spec.work_dir)
+        bundle = open_bundle(spec.bundle_dir)
+        progress.end(f"{bundle.path} ({bundle.manifest.bundle_id[:12]})")
+    return spec.bundle_dir
+
+
+def ensure_bundle(
+    out_dir: Path, progress: Progress | None = None, *, model: str = DEFAULT_MODEL, quick: bool = False
+) -> Path:
+    """The directory of a bundle of `model` that is valid on this machine; built when there is none.
+
+    An existing bundle is kept whatever its calibration (quick or full, threads, precision) while it opens
+    here and its graph and profiles are the present ones. Raises BuildError.
+    """
+    spec = build_spec(out_dir, model=model, quick=quick)
+    try:
+        manifest = open_bundle(spec.bundle_dir).manifest
+    except BundleMismatch:
+        return build(spec, progress)
+    converted = plan_build(spec).keys["convert"]
+    if manifest.steps.get("convert") == converted and manifest.profiles == spec.profiles:
+        return spec.bundle_dir
+    return build(spec, progress)
+
+
+Action = Callable[[Path], str]  # writes a step's outputs into the folder; returns what to show
+
+
+def _actions(plan: Plan, store: Store, progress: Progress) -> dict[str, Action]:
+    """What each step does. Outputs of earlier steps are read from their folders in `store`."""
+    spec = plan.spec
+
+    def fetch_step(out: Path) -> str:
+        fetch(spec.source, spec.gguf, out)
+        return f"{(out / WEIGHTS).stat().st_size / 1e6:.0f} MB, sha256 as pinned"
+
+    def convert_step(out: Path) -> str:
+        convert(store.folder("fetch") / WEIGHTS, out)
+        return f"{sum(path.stat().st_size for path in out.iterdir()) / 1e6:.0f} MB"
+
+    def verify_step(out: Path) -> str:
+        return _verify(spec, store, out, progress)
+
+    def calibrate_step(out: Path) -> str:
+        return _calibrate(spec, store, out, progress)
+
+    def manifest_step(out: Path) -> str:
+        manifest = make_manifest(plan, store, Host.current(spec.backend))
+        (out / MANIFEST).write_text(manifest.to_text(), encoding="utf-8")
+        return f"bundle {manifest.bundle_id[:12]}"
+
+    return {
+        "fetch": fetch_step,
+        "convert": convert_step,
+        "verify": verify_step,
+        "calibrate": calibrate_step,
+        "manifest": manifest_step,
+    }
+
+
+def _verify(spec: BuildSpec, store: Store, out: Path, progress: Progress) -> str:
+    from tokenizers import Tokenizer
+
+    folder = store.folder("convert")
+    text = Text(**read_json(folder / FACTS)["text"])
+    wanted = probe_profiles(spec.profiles)
+    engine = _load(spec, store, wanted, progress)
+    try:
+        record = verify(engine, wanted, spec.source, Tokenizer.from_file(str(folder / TOKENIZER)), text)
+    finally:
+        engine.close()
+    (out / "verify.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return f"answers {record['answer'].strip()!r}"
+
+
+def _calibrate(spec: BuildSpec, store: Store, out: Path, progress: Progress) -> str:
+    start_s = time.monotonic()
+    engine = _load(spec, store, spec.profiles, progress)
+    warm_s = time.monotonic() - start_s
+    budget_s = QUICK_CALIBRATION_S if spec.quick else CALIBRATION_S
+    shapes = shapes_of(spec.profiles, quick=spec.quick)
+    try:
+        progress.update(0.0, f"measuring {len(shapes)} profiles for about {budget_s:.0f} s")
+        calibration = measure_shapes(engine.measure, shapes, budget_s, update=progress.update)
+    finally:
+        engine.close()
+    host = Host.current(spec.backend)
+    origin = (
+        f"measured {datetime.now(UTC):%Y-%m-%d} on {host.cpu.model_name}, {spec.threads} thread(s), "
+        f"{spec.precision}, openvino {host.library_version}"
+    )
+    result = fit_calibration(calibration, origin)
+    cost = {
+        "model": result.model.to_json(),
+        "median_error": result.median_error,
+        "worst_error": result.worst_error,
+        "sample_count": len(result.errors),
+        "boundary_tokens": result.model.boundary_tokens(0),
+        "knee_tokens": result.model.knee_tokens(),
+        "quick": spec.quick,
+    }
+    (out / "cost.json").write_text(json.dumps(cost, indent=2) + "\n", encoding="utf-8")
+    write_csv(out / CALIBRATION, spec.source.name, calibration, result)
+    return (
+        f"warm in {warm_s:.0f} s; L_m {cost['boundary_tokens']}, knee {cost['knee_tokens']} tokens; "
+        f"fit within {result.median_error:.1%} (median), {result.worst_error:.0%} (worst)"
+    )
+
+
+def _load(spec: BuildSpec, store: Store, profiles: Profiles, progress: Progress) -> OpenVinoCpuEngine:
+    from engines.openvino_cpu import OpenVinoCpuEngine
+
+    return OpenVinoCpuEngine.load(
+        store.folder("convert"), profiles, threads=spec.threads, precision=spec.precision
+    )

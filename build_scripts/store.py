@@ -1,0 +1,106 @@
+"""Outputs of build steps on disk: one folder a step, valid for one content key.
+
+A step writes into `<step>.part`. When it is through, `step.json` with its key and the hashes of its
+outputs is added and the folder renamed to `<step>`: what carries the final name is complete, whatever was
+interrupted. A step is done when its folder holds the wanted key and every output still has its hash.
+
+One build at a time works in a folder: `lock` waits for the other one, for a bounded time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from build_scripts.spec import BuildError
+from engines.bundle import sha256_file
+
+_RECORD = "step.json"
+_LOCK_POLL_S = 0.2
+
+
+class Store:
+    """The step folders below `root`, which is made when the first step begins."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def folder(self, step: str) -> Path:
+        return self.root / step
+
+    def done(self, step: str, key: str) -> bool:
+        """Whether the outputs of `step` are there, undamaged, and belong to `key`."""
+        folder = self.folder(step)
+        try:
+            record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+            return record["key"] == key and all(
+                sha256_file(folder / name) == digest for name, digest in record["outputs"].items()
+            )
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            return False
+
+    def begin(self, step: str) -> Path:
+        """An empty folder for the outputs of `step`."""
+        part = self._part(step)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        return part
+
+    def commit(self, step: str, key: str) -> None:
+        """Make what `begin` gave out the outputs of `step`."""
+        part, folder = self._part(step), self.folder(step)
+        outputs = {path.name: sha256_file(path) for path in sorted(part.iterdir())}
+        record = json.dumps({"key": key, "outputs": outputs}, indent=2)
+        (part / _RECORD).write_text(record + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+
+    @contextmanager
+    def lock(self, timeout_s: float = 600.0) -> Iterator[None]:
+        """Hold this folder alone. Raises BuildError when another build does not end within `timeout_s`."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        deadline_s = time.monotonic() + timeout_s
+        with (self.root / "lock").open("w") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline_s:
+                        raise BuildError(f"another build holds {self.root}: wait for it to end") from None
+                    time.sleep(_LOCK_POLL_S)
+            yield
+
+    def _part(self, step: str) -> Path:
+        return self.root / f"{step}.part"
+
+
+def publish(files: list[Path], target: Path, scratch: Path) -> None:
+    """Put `files` into the directory `target` in one rename; what was there before is removed afterwards.
+
+    scratch: a folder on the same file system. Files are linked where possible, else copied.
+    """
+    fresh, old = scratch / "publish.new", scratch / "publish.old"
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    for file in files:
+        _link_or_copy(file, fresh / file.name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        target.rename(old)
+    fresh.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
