@@ -109,7 +109,7 @@ class PrefillScheduler:
         if tracked is None:
             return None
         finite = math.isfinite(tracked.target_s)
-        return tracked.lane, tracked.target_s - tracked.request.arrival_s if finite else None
+        return tracked.lane, round(tracked.target_s - tracked.request.arrival_s, 9) if finite else None
 
     def waiting_and_running(self) -> tuple[int, int]:
         """(requests without a pass so far, the other live ones)."""

@@ -15,9 +15,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol
 
 from engines.base import Engine, PassError
+from engines.simulated import SimulatedModel
 from engines.types import EngineRequest, EngineStats, KvEvent, Pass, PassResult
 from service.core.slot import WorkerSlot
 from service.core.types import (
@@ -145,10 +147,8 @@ class ThreadRunner:
             for request in new_requests:
                 self._engine.submit(request)
             outcome = self._engine.execute(pass_)
-        except (ValueError, KeyError) as error:  # the engine refused before it ran anything
-            outcome = PassError(f"{type(error).__name__}: {error}", ())
         except Exception as error:
-            outcome = error
+            outcome = _as_outcome(error)
         kv_events = self._engine.kv_events() if isinstance(outcome, PassResult | PassError) else ()
         self._stats = self._engine.stats()
         loop.call_soon_threadsafe(done, outcome, kv_events)
@@ -159,3 +159,48 @@ class ThreadRunner:
         except Exception:
             log.exception("cancelling %s failed; its blocks may stay taken", request_id)
         self._stats = self._engine.stats()
+
+
+class TimedRunner:
+    """Runs the simulated model on the event loop; a predicted second takes `time_scale` seconds."""
+
+    def __init__(self, model: SimulatedModel, time_scale: float = 1.0) -> None:
+        self._model = model
+        self._time_scale = time_scale
+        self._timer: asyncio.TimerHandle | None = None
+
+    def run(self, pass_: Pass, new_requests: Sequence[EngineRequest], done: Done) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            for request in new_requests:
+                self._model.submit(request)
+            elapsed_s = self._model.begin(pass_) * self._time_scale
+        except Exception as error:
+            loop.call_soon(done, _as_outcome(error), ())
+            return
+        self._timer = loop.call_later(elapsed_s, self._finish, elapsed_s, done)
+
+    def abort(self, request_id: str) -> None:
+        self._model.cancel(request_id)
+
+    def stats(self) -> EngineStats:
+        return self._model.stats()
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._model.close()
+
+    def _finish(self, elapsed_s: float, done: Done) -> None:
+        outcome: PassResult | Exception
+        try:
+            outcome = replace(self._model.finish(), elapsed_s=elapsed_s)
+        except Exception as error:
+            outcome = error
+        done(outcome, self._model.kv_events() if isinstance(outcome, PassResult | PassError) else ())
+
+
+def _as_outcome(error: Exception) -> Exception:
+    """A request or pass that the engine refused before it ran anything fails that pass, not the engine."""
+    refused = isinstance(error, ValueError | KeyError)
+    return PassError(f"{type(error).__name__}: {error}", ()) if refused else error
