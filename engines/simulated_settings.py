@@ -1,6 +1,7 @@
 """Settings of the simulated engine: how it misbehaves, and ready-made engines with the source of their cost.
 
-The ready-made ones are (capabilities, profiles, cost model), the arguments of `SimulatedModel`. Simulated engines decode in passes of their own (alternating), and chunks are cut by the scheduler.
+The ready-made ones are (capabilities, profiles, cost model), the arguments of `SimulatedModel`. They decode
+in passes of their own (alternating), and the scheduler cuts the chunks.
 """
 
 from __future__ import annotations
