@@ -58,6 +58,10 @@ class Plan:
         return next(step for step in self.steps if step.name == name)
 
     @property
+    def profile_count(self) -> int:
+        return _count(self.spec.profiles)
+
+    @property
     def keys(self) -> dict[str, str]:
         """Content keys of the steps that make a bundle what it is; kept in its manifest."""
         return {step.name: step.key for step in self.steps if step.name not in ("manifest", "publish")}
