@@ -57,6 +57,10 @@ class Balance:
     service: ServiceBooks
     faults: tuple[str, ...]
 
+    @property
+    def sent(self) -> int:
+        return sum(self.client.values()) - self.client[Ending.NOT_SENT]
+
 
 def balance(observations: Sequence[Observation], before: ServiceBooks, after: ServiceBooks) -> Balance:
     """Compare the clients' account with the service's, both over the same time."""

@@ -61,11 +61,11 @@ def _table(report: Report) -> Table:
             table.add_column(f"/ {report.base}", justify="left")
     for label in Label:
         for which in ("mean", "p50", "p90", "p99"):
-            values = [_ms(getattr(arm.lanes[label].ttft_s, which)) for arm in report.arms.values()]
+            values = [ms(getattr(arm.lanes[label].ttft_s, which)) for arm in report.arms.values()]
             _row(table, report, f"{label} TTFT {which}", values, f"{label}_ttft_{which}")
-        values = [_percent(arm.lanes[label].attainment) for arm in report.arms.values()]
+        values = [percent(arm.lanes[label].attainment) for arm in report.arms.values()]
         _row(table, report, f"{label} attainment", values, None, end_section=True)
-    _row(table, report, "ITL p99", [_ms(arm.itl_s_p99) for arm in report.arms.values()], "itl_p99")
+    _row(table, report, "ITL p99", [ms(arm.itl_s_p99) for arm in report.arms.values()], "itl_p99")
     rates = [(arm.decode_tokens_per_s, arm.requests_per_s) for arm in report.arms.values()]
     _row(table, report, "decode tokens/s", [f"{tokens:.1f}" for tokens, _ in rates], "decode_tokens_per_s")
     _row(table, report, "requests/s", [f"{requests:.2f}" for _, requests in rates], "requests_per_s")
@@ -97,11 +97,11 @@ def _row(
     table.add_row(*cells, end_section=end_section)
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
     return "-" if math.isnan(seconds) else f"{seconds * 1e3:,.0f} ms"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return "-" if math.isnan(share) else f"{share:.1%}"
 
 

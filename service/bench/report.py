@@ -132,7 +132,7 @@ def _ratios(
 def to_json(report: Report) -> dict[str, Any]:
     """The document; see the module text."""
     settings, demand = report.plan.settings, report.plan.demand
-    document: dict[str, Any] = {policy: _arm_json(figures) for policy, figures in report.arms.items()}
+    document: dict[str, Any] = {policy: arm_json(figures) for policy, figures in report.arms.items()}
     document["ratios"] = {
         policy: {name: asdict(ratio) for name, ratio in ratios.items()}
         for policy, ratios in report.ratios.items()
@@ -161,11 +161,11 @@ def to_json(report: Report) -> dict[str, Any]:
         "demand_decode_s": demand.decode_s,
         "mix": asdict(settings.mix),
     }
-    cleaned: dict[str, Any] = _without_nan(document)
+    cleaned: dict[str, Any] = without_nan(document)
     return cleaned
 
 
-def _arm_json(figures: ArmFigures) -> dict[str, Any]:
+def arm_json(figures: ArmFigures) -> dict[str, Any]:
     lanes = {
         str(label): {
             "ttft_s": asdict(lane.ttft_s),
@@ -186,9 +186,9 @@ def _arm_json(figures: ArmFigures) -> dict[str, Any]:
     }
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
+from itertools import count, islice
 from random import Random
 
 from service.bench import corpus
@@ -107,12 +107,10 @@ class Workload:
         text, tokens = fit_document(start, wanted, self._count)
         return Prompt(Label.LONG, text, tokens)
 
-    def sample(self, count: int) -> list[Prompt]:
+    def sample(self, size: int) -> list[Prompt]:
         """A shuffled set of prompts, the share of documents as near to the mix as whole requests allow."""
-        documents = round(count * self.mix.document_ratio)
-        prompts = [self.document() for _ in range(documents)] + [
-            self.chat() for _ in range(count - documents)
-        ]
+        documents = round(size * self.mix.document_ratio)
+        prompts = [self.document() for _ in range(documents)] + [self.chat() for _ in range(size - documents)]
         self._sizes.shuffle(prompts)
         return prompts
 
@@ -127,6 +125,14 @@ class Workload:
             for n, (send_s, prompt) in enumerate(zip(times, prompts, strict=True))
         )
 
+    def endless(self, target_s: Callable[[Prompt], float], documents: int = 100) -> Iterator[PlannedRequest]:
+        """Requests without a plan, for closed loops: chats always new, documents in turn."""
+        pool = [self.document() for _ in range(documents)] if self.mix.document_ratio > 0.0 else []
+        for n in count():
+            is_document = self._sizes.random() < self.mix.document_ratio
+            prompt = self._sizes.choice(pool) if is_document else self.chat()
+            yield PlannedRequest(f"c{n}", prompt, 0.0, target_s(prompt), self.mix.max_tokens)
+
 
 def target_s(prompt: Prompt, isolated_s: float) -> float:
     """The TTFT target of the metric, seconds."""
@@ -140,8 +146,8 @@ def _poisson(rng: Random, rate_rps: float, seconds: float) -> Iterator[float]:
 
     Given their number, the arrivals of a Poisson process are independent and uniform.
     """
-    count = max(1, round(rate_rps * seconds))
-    yield from sorted(rng.uniform(0.0, seconds) for _ in range(count))
+    arrivals = max(1, round(rate_rps * seconds))
+    yield from sorted(rng.uniform(0.0, seconds) for _ in range(arrivals))
 
 
 def fit_document(start: int, wanted_tokens: int, count_tokens: CountTokens) -> tuple[str, int]:
@@ -158,8 +164,8 @@ def fit_document(start: int, wanted_tokens: int, count_tokens: CountTokens) -> t
         breaks.add(len(words))
         offset += 1
 
-    def text_of(count: int) -> str:
-        parts = (word + ("\n\n" if n in breaks else " ") for n, word in enumerate(words[:count], 1))
+    def text_of(length: int) -> str:
+        parts = (word + ("\n\n" if n in breaks else " ") for n, word in enumerate(words[:length], 1))
         return corpus.INSTRUCTION + "".join(parts).strip()
 
     low, high = 1, len(words)

@@ -30,6 +30,7 @@ class Behaviour:
     gap_s: float = 0.0
     refuse: Callable[[int], bool] = lambda _: False
     break_off: Callable[[int], bool] = lambda _: False
+    miscount: int = 0  # this many completed requests go into the books as cancelled
     arrivals_s: list[float] = field(default_factory=list)
     books: dict[str, int] = field(
         default_factory=lambda: {"COMPLETED": 0, "REJECTED_CAPACITY": 0, "CANCELLED": 0}
@@ -60,6 +61,9 @@ class KnownService(InferenceServiceServicer, StatusServiceServicer):
             summary = pb.Summary(prompt_token_count=11, history_token_count=3, lane=pb.LANE_SHORT)
             yield pb.GenerateResponse(summary=summary)
             outcome = "COMPLETED"
+            if self.behaviour.miscount:
+                self.behaviour.miscount -= 1
+                outcome = "CANCELLED"
         finally:
             self.behaviour.books[outcome] += 1
 
