@@ -12,13 +12,16 @@ stretches of time are drawn, the same ones for both arms. Percentile intervals, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from service.bench.loadgen import Ending, Observation
 from service.bench.workload import Label
+
+FloatArray = NDArray[np.float64]
 
 BLOCK_S = 5.0  # several times the longest queue at the loads compared
 RESAMPLES = 1000
@@ -112,7 +115,30 @@ class Ratio:
     high: float
 
 
-Statistic = Callable[[Sequence[Round]], float]
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """One number from many samples: `which` is mean, p50, p90 or p99.
+
+    Samples are the TTFTs of a lane, or with `label` None the ITLs of all requests; seconds.
+    """
+
+    label: Label | None
+    which: str
+
+    def samples(self, observations: Iterable[Observation]) -> FloatArray:
+        if self.label is None:
+            return np.array([gap for seen in observations for gap in seen.itl_s])
+        return np.array(
+            [seen.ttft_s for seen in observations if seen.label is self.label and seen.ttft_s is not None]
+        )
+
+    def of(self, samples: FloatArray) -> float:
+        """NaN without samples."""
+        if not samples.size:
+            return math.nan
+        return float(
+            samples.mean() if self.which == "mean" else np.quantile(samples, int(self.which[1:]) / 100)
+        )
 
 
 def ratio(arm: Sequence[Round], base: Sequence[Round], statistic: Statistic, seed: int = 0) -> Ratio:
@@ -123,61 +149,39 @@ def ratio(arm: Sequence[Round], base: Sequence[Round], statistic: Statistic, see
     for ours, theirs in zip(arm, base, strict=True):
         if [s.request_id for s in ours.observations] != [s.request_id for s in theirs.observations]:
             raise ValueError("rounds hold different requests; compare arms that got the same plan")
-    value = divide(statistic(arm), statistic(base))
-    pairs = _blocks(arm, base)
+    numerators, denominators = _blocks(arm, statistic), _blocks(base, statistic)
+    if not numerators:
+        return Ratio(math.nan, math.nan, math.nan)
     rng = np.random.default_rng(seed)
-    draws = []
-    for _ in range(RESAMPLES):
-        picked = [pairs[n] for n in rng.integers(0, len(pairs), len(pairs))]
-        drawn = divide(statistic([ours for ours, _ in picked]), statistic([theirs for _, theirs in picked]))
-        if math.isfinite(drawn):  # a draw without any request of the lane says nothing
-            draws.append(drawn)
-    if not draws:
-        return Ratio(value, math.nan, math.nan)
-    low, high = (float(q) for q in np.quantile(draws, (0.025, 0.975)))
+    draws = rng.integers(0, len(numerators), (RESAMPLES, len(numerators)))
+    ratios = [_ratio_of(numerators, denominators, draw, statistic) for draw in draws]
+    known = [value for value in ratios if math.isfinite(value)]  # a draw may hold no request of the lane
+    value = _ratio_of(numerators, denominators, range(len(numerators)), statistic)
+    low, high = (float(q) for q in np.quantile(known, (0.025, 0.975))) if known else (math.nan, math.nan)
     return Ratio(value, low, high)
 
 
-def _blocks(arm: Sequence[Round], base: Sequence[Round]) -> list[tuple[Round, Round]]:
-    """The same stretches of planned time of both arms, as rounds of their own."""
-    pairs: dict[tuple[int, int], tuple[list[Observation], list[Observation]]] = {}
-    for index, (ours, theirs) in enumerate(zip(arm, base, strict=True)):
-        for one, other in zip(ours.observations, theirs.observations, strict=True):
-            lists = pairs.setdefault((index, int(one.send_s // BLOCK_S)), ([], []))
-            lists[0].append(one)
-            lists[1].append(other)
-    return [(Round(tuple(ours)), Round(tuple(theirs))) for ours, theirs in pairs.values()]
+def _ratio_of(
+    numerators: Sequence[FloatArray],
+    denominators: Sequence[FloatArray],
+    picks: Iterable[int],
+    statistic: Statistic,
+) -> float:
+    """The ratio over the picked blocks, the same ones of both arms."""
+    picked = list(picks)
+    over = statistic.of(np.concatenate([numerators[n] for n in picked]))
+    return divide(over, statistic.of(np.concatenate([denominators[n] for n in picked])))
+
+
+def _blocks(rounds: Sequence[Round], statistic: Statistic) -> list[FloatArray]:
+    """Samples by stretch of planned time; equal plans give equal stretches in equal order."""
+    stretches: dict[tuple[int, int], list[Observation]] = {}
+    for index, part in enumerate(rounds):
+        for seen in part.observations:
+            stretches.setdefault((index, int(seen.send_s // BLOCK_S)), []).append(seen)
+    return [statistic.samples(stretch) for stretch in stretches.values()]
 
 
 def divide(value: float, base: float) -> float:
     """NaN for a base of zero or NaN: nothing to compare with."""
     return value / base if base else math.nan
-
-
-def ttft_statistic(label: Label, which: str) -> Statistic:
-    """`which`: mean, p50, p90 or p99 of the TTFT of a lane."""
-
-    def statistic(rounds: Sequence[Round]) -> float:
-        values = [
-            seen.ttft_s
-            for part in rounds
-            for seen in part.observations
-            if seen.label is label and seen.ttft_s is not None
-        ]
-        if not values:
-            return math.nan
-        return float(np.mean(values) if which == "mean" else np.quantile(values, float(which[1:]) / 100))
-
-    return statistic
-
-
-def itl_p99(rounds: Sequence[Round]) -> float:
-    gaps = [gap for part in rounds for seen in part.observations for gap in seen.itl_s]
-    return float(np.quantile(gaps, 0.99)) if gaps else math.nan
-
-
-def throughput(rounds: Sequence[Round]) -> float:
-    """Completed requests per second of load."""
-    seconds = sum(part.seconds for part in rounds)
-    completed = sum(seen.ending is Ending.COMPLETED for part in rounds for seen in part.observations)
-    return completed / seconds if seconds else math.nan

@@ -39,7 +39,7 @@ def test_a_longer_prompt_never_costs_less(tokens: int, more: int) -> None:
         assert isolated_prefill_s(tokens + more, COST, UNPADDED) >= shorter
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(prompts, st.integers(1, 64), st.floats(0.05, 0.95))
 def test_the_rate_makes_the_load_that_was_asked_for(tokens: list[int], max_tokens: int, load: float) -> None:
     found = demand(tokens, max_tokens, load, COST, PROFILES)

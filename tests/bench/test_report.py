@@ -10,6 +10,7 @@ from rich.console import Console
 from test_capacity import COST, PROFILES
 from test_workload import count_tokens
 
+from service.bench import stats
 from service.bench.compare import Plan, Served, Settings, make_plan
 from service.bench.loadgen import Ending, Observation
 from service.bench.render import render
@@ -18,6 +19,11 @@ from service.bench.stats import Round
 from service.bench.workload import Label, PlannedRequest
 
 SERVED = Served(COST, PROFILES, count_tokens)
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "RESAMPLES", 50)
 
 
 @pytest.fixture(scope="module")

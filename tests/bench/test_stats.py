@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from service.bench import stats
 from service.bench.loadgen import Ending, Observation
-from service.bench.stats import Quantiles, Round, figures, ratio, ttft_statistic
+from service.bench.stats import Quantiles, Round, Statistic, figures, ratio
 from service.bench.workload import Label
 
 times = st.lists(st.floats(1e-4, 100.0), min_size=1, max_size=200)
@@ -36,7 +36,8 @@ def test_quantiles_are_those_of_numpy(values: list[float]) -> None:
         assert getattr(found, name) == pytest.approx(np.percentile(values, q))
     assert figures([lane_round(values)]).lanes[Label.SHORT].ttft_s == found
     for which in ("mean", "p50", "p90", "p99"):
-        assert ttft_statistic(Label.SHORT, which)([lane_round(values)]) == getattr(found, which)
+        statistic = Statistic(Label.SHORT, which)
+        assert statistic.of(statistic.samples(lane_round(values).observations)) == getattr(found, which)
 
 
 @given(st.lists(st.sampled_from([*Ending]), min_size=1, max_size=60), st.floats(0.0, 0.39))
@@ -84,9 +85,7 @@ def test_nothing_measured_is_nan_not_zero() -> None:
 def test_the_interval_of_a_scaled_copy_is_the_scale(seed: int, scale: float) -> None:
     """Blocks are drawn for both arms together: what is the same in every request leaves no doubt."""
     base = [float(v) for v in np.random.default_rng(seed).exponential(1.0, 120)]
-    found = ratio(
-        [lane_round([scale * v for v in base])], [lane_round(base)], ttft_statistic(Label.SHORT, "mean")
-    )
+    found = ratio([lane_round([scale * v for v in base])], [lane_round(base)], Statistic(Label.SHORT, "mean"))
     assert found.value == pytest.approx(scale)
     assert found.low == pytest.approx(scale)
     assert found.high == pytest.approx(scale)
@@ -95,7 +94,7 @@ def test_the_interval_of_a_scaled_copy_is_the_scale(seed: int, scale: float) -> 
 def test_the_interval_holds_the_truth_about_as_often_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "RESAMPLES", 100)
     rng = np.random.default_rng(3)
-    statistic, hits = ttft_statistic(Label.SHORT, "mean"), 0
+    statistic, hits = Statistic(Label.SHORT, "mean"), 0
     for _ in range(60):
         arm = [lane_round([float(v) for v in rng.exponential(1.0, 1500)])]
         base = [lane_round([float(v) for v in rng.exponential(2.0, 1500)])]
@@ -108,7 +107,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says(monkeypatch: pyt
 def test_the_interval_is_wider_where_requests_of_a_stretch_go_together() -> None:
     """Bursts are what makes queues: a bootstrap over single requests would be too sure of itself."""
     rng = np.random.default_rng(4)
-    statistic = ttft_statistic(Label.SHORT, "mean")
+    statistic = Statistic(Label.SHORT, "mean")
     alone = [float(v) for v in rng.exponential(1.0, 500)]
     together = sorted(alone)  # neighbours alike
     base = [lane_round([1.0] * 500)]
@@ -118,4 +117,4 @@ def test_the_interval_is_wider_where_requests_of_a_stretch_go_together() -> None
 
 def test_different_requests_are_not_compared() -> None:
     with pytest.raises(ValueError, match="different requests"):
-        ratio([lane_round([1.0])], [lane_round([1.0, 2.0])], ttft_statistic(Label.SHORT, "mean"))
+        ratio([lane_round([1.0])], [lane_round([1.0, 2.0])], Statistic(Label.SHORT, "mean"))
