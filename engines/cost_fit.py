@@ -34,11 +34,7 @@ _ROBUST_SCALE = 0.05  # log-time error from which a sample counts as an outlier
 _GAMMA_W_PULL = (
     0.2  # weight of gamma_w's share of the time per token, in log-time errors; see the module text
 )
-_START_SHARES = (
-    (0.9, 0.3),
-    (0.9, 0.03),
-    (0.5, 0.5),
-)  # (beta, gamma_w) as shares of the steepest time per token
+_START_SHARES = ((0.1, 0.9), (0.9, 0.1), (0.001, 0.5))  # (alpha, beta) in their scales
 _COLUMNS = ("model", "batch", "new_tokens", "history", "prefill_ms")
 
 
@@ -166,17 +162,17 @@ def _solve(
     history = np.array([s.history for s in shapes], dtype=float)
     times = np.array(times_s)
     log_times = np.log(times)
-    # Steepest time per token, per token^2 and per history token: no coefficient can exceed these by much.
+    # No coefficient can cost more than the cheapest sample of its feature took (noise aside): natural scales.
+    with_history = history > 0
     scale = np.array(
         [
             times.min(),
-            float((times / attention).max()),
-            float((times / tokens).max()),
-            float((times / tokens).max()),
-            float((times[history > 0] / history[history > 0]).max()) if history.any() else 0.0,
+            (times / attention).min(),
+            (times / tokens).min(),
+            (times / tokens).min(),
+            (times[with_history] / history[with_history]).min() if with_history.any() else 0.0,
         ]
     )
-    late_s = float(times[tokens.argmax()] / tokens.max())  # seconds per token of the largest pass
 
     def residuals(x: Any) -> Any:
         weights, alpha, beta, gamma_w, gamma_r = x[:5] * scale
@@ -185,18 +181,19 @@ def _solve(
         high = np.maximum(np.maximum(compute, memory), 1e-12)
         low = np.minimum(compute, memory) / high
         log_predicted = np.log(launch_s + high * (1.0 + low ** x[5]) ** (1.0 / x[5]))
-        return np.append(log_predicted - log_times, _GAMMA_W_PULL * gamma_w / late_s)
-
-    def start(beta_share: float, gamma_share: float, smooth_p: float) -> list[float]:
-        beta, gamma_w = late_s * beta_share / scale[2], late_s * gamma_share / scale[3]
-        return [0.9, 0.01, beta, gamma_w, 0.1, smooth_p]
+        return np.append(log_predicted - log_times, _GAMMA_W_PULL * x[3])
 
     low_p, high_p = smooth_p_bounds
     bounds = ([0.0] * 5 + [low_p], [10.0] * 5 + [high_p])
+    starts = [
+        [0.9, alpha, beta, 0.05, 0.1, low_p + share * (high_p - low_p)]
+        for alpha, beta in _START_SHARES
+        for share in (0.1, 0.5)
+    ]
     results = [
         least_squares(
             residuals,
-            np.clip(start(beta, gamma, smooth_p), bounds[0], bounds[1]),
+            start,
             bounds=bounds,
             loss="soft_l1",
             f_scale=_ROBUST_SCALE,
@@ -204,8 +201,7 @@ def _solve(
             ftol=1e-10,
             max_nfev=400,
         )
-        for beta, gamma in _START_SHARES
-        for smooth_p in (low_p + 0.2 * (high_p - low_p), low_p + 0.6 * (high_p - low_p))
+        for start in starts
     ]
     best = min(results, key=lambda result: float(result.cost))
     weights, alpha, beta, gamma_w, gamma_r = (float(v) for v in best.x[:5] * scale)
