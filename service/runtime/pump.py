@@ -191,6 +191,10 @@ class Pump:
         self.scheduler.on_event(event, now_s)
         if isinstance(event, PassFinished):
             self._end_finished(event.result)
+        self._poll_soon()
+
+    def _poll_soon(self) -> None:
+        """Poll in the next loop turn, after whatever else is due in this one."""
         if not self._poll_pending:
             self._poll_pending = True
             asyncio.get_running_loop().call_soon(self._poll)
@@ -257,8 +261,7 @@ class Pump:
     def _wake(self, time_s: float) -> None:
         self._now_s = max(self._now_s, time_s)
         self._timer = None
-        if not self._poll_pending:
-            self._poll()
+        self._poll_soon()
 
     # --- records ---
 

@@ -15,7 +15,7 @@ scheduled: the same input gives the identical log.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -99,6 +99,7 @@ def run(
     """Drive a fresh `scheduler` until nothing is left to happen, or to `until_s`.
 
     arrivals, cancels: (seconds, request) and (seconds, request id); of equal times, in the order given.
+        A client can only cancel what is live, so a cancel before or after the life of its request is void.
     token_ids: prompts of requests that have text; the others are simulated by sizes and block hashes.
     Raises RuntimeError when the core polls without end at one instant, ValueError for a repeated id.
     """
@@ -106,7 +107,7 @@ def run(
     for time_s, request in arrivals:
         kernel.at(time_s, partial(kernel.submit, request))
     for time_s, request_id in cancels:
-        kernel.at(time_s, partial(kernel.emit, Cancel(request_id)))
+        kernel.at(time_s, partial(kernel.cancel, request_id))
     kernel.run(until_s)
     return SimResult(kernel.log, kernel.records, kernel.now_s)
 
@@ -146,8 +147,7 @@ class _Kernel:
                 self.now_s, self._polls_now = time_s, 0
             while self._heap and self._heap[0][0] <= self.now_s:
                 heappop(self._heap)[2]()
-            self._poll()
-            while self._heard:
+            while self._heard or self._wake_s <= self.now_s:
                 self._poll()
 
     def _next_s(self) -> float:
@@ -161,6 +161,7 @@ class _Kernel:
             raise RuntimeError(f"the core spins at {self.now_s} s; its last commands were {commands}")
         for command in commands:
             self._note(command)
+        for command in commands:
             self._carry_out(command)
 
     def _note(self, entry: Event | Command) -> None:
@@ -179,6 +180,11 @@ class _Kernel:
             raise ValueError(f"arrivals: request id {request.request_id} comes twice")
         self.records[request.request_id] = SimRecord(request)
         self.emit(Submit(request))
+
+    def cancel(self, request_id: str) -> None:
+        record = self.records.get(request_id)
+        if record is not None and record.outcome is None:
+            self.emit(Cancel(request_id))
 
     # --- commands out ---
 
@@ -290,8 +296,3 @@ class _Kernel:
         for item in result.items:
             if item.finish is not None and self.records[item.request_id].outcome is None:
                 self._end(item.request_id, Outcome.COMPLETED)
-
-
-def commands_of(log: Sequence[tuple[float, Event | Command]]) -> list[tuple[float, Command]]:
-    """The commands of a log, with their times."""
-    return [(now_s, entry) for now_s, entry in log if isinstance(entry, Command)]

@@ -1,0 +1,38 @@
+"""Two drivers, one core: the same arrivals make it decide the same, live, simulated and replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from drivers import MemoryLog, Workload, through_kernel, through_runtime, workloads
+from hypothesis import HealthCheck, given, settings
+
+from service.policies import make_scheduler
+from service.runtime.event_log import EventLog, replay
+
+
+@settings(max_examples=60, deadline=None)
+@given(workloads())
+def test_runtime_and_kernel_issue_the_same_commands(workload: Workload) -> None:
+    """And hear the same events before each of them: the logs are equal entry by entry."""
+    log = MemoryLog()
+    through_runtime(workload, log)
+    assert log.entries == through_kernel(workload).log
+
+
+@settings(max_examples=25, deadline=None)
+@given(workloads())
+def test_the_kernel_is_deterministic(workload: Workload) -> None:
+    assert through_kernel(workload) == through_kernel(workload)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(workload=workloads())
+def test_a_recorded_live_log_replays_to_the_same_commands(workload: Workload, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    through_runtime(workload, log)
+    log.close()
+    polls, difference = replay(path, make_scheduler(workload.policy, workload.scheduler_settings()))
+    assert difference is None
+    assert polls > 0
