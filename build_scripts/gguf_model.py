@@ -37,7 +37,7 @@ class GgufError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Sizes of a Llama model. Tensors are (out, in), as in the checkpoint."""
+    """Sizes of a Llama model, and what the engine must know beside them. Tensors are (out, in)."""
 
     layers: int
     hidden: int
@@ -49,6 +49,7 @@ class LlamaConfig:
     context_tokens: int
     rope_base: float
     norm_eps: float
+    eos_id: int | None = None  # the token that ends an answer; None: only the length ends it
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "ff", "heads", "kv_heads", "head_dim", "vocab", "context_tokens"):
@@ -58,6 +59,8 @@ class LlamaConfig:
             raise ValueError(
                 f"model config: heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
             )
+        if self.eos_id is not None and not 0 <= self.eos_id < self.vocab:
+            raise ValueError(f"model config: eos_id {self.eos_id} is outside the vocabulary of {self.vocab}")
         if self.head_dim % 2:
             raise ValueError(f"model config: head_dim must be even for RoPE, got {self.head_dim}")
 
@@ -220,6 +223,7 @@ def _config(reader: GGUFReader) -> LlamaConfig:
         context_tokens=_field(reader, "llama.context_length"),
         rope_base=_field(reader, "llama.rope.freq_base"),
         norm_eps=_field(reader, "llama.attention.layer_norm_rms_epsilon"),
+        eos_id=_field(reader, "tokenizer.ggml.eos_token_id"),
     )
 
 

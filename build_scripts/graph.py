@@ -26,6 +26,7 @@ the plugin then folds away; converting them by hand would keep a float32 copy of
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,11 +35,10 @@ import numpy as np
 import numpy.typing as npt
 
 from build_scripts.gguf_model import LlamaConfig, Weights, check_weights
+from engines.openvino_model import MODEL_FACTS_KEY
 
 if TYPE_CHECKING:
     from openvino import Model, Node
-
-PADDING_SEGMENT = -1
 
 _MASKED = -1e9  # finite, and in the range of bfloat16
 _TOKEN_INPUTS = ("tok", "pos", "q_seg")
@@ -70,7 +70,8 @@ def build_graph(config: LlamaConfig, weights: Weights) -> Model:
     results = {"logits": ops.matmul(x, embedding, False, True), "kv_new": ops.concat(new_rows, 0)}
 
     model = ov.Model([_named_result(ops, name, node) for name, node in results.items()], [*inputs.values()])
-    model.set_rt_info(str(config.context_tokens), ["plaserve", "context_tokens"])
+    facts = {"context_tokens": config.context_tokens, "vocab": config.vocab, "eos_id": config.eos_id}
+    model.set_rt_info(json.dumps(facts), [MODEL_FACTS_KEY])
     return model
 
 
