@@ -132,8 +132,7 @@ class PrefillScheduler:
         self.live[request.request_id] = tracked
         self._arrivals.append(tracked)
         self.policy.add(tracked, now_s, arrival=True)
-        age_s = request.arrival_s + self.settings.queue_age_s_max
-        self._timeouts.add(age_s, Timeout(tracked, Outcome.REJECTED_CAPACITY, Reason.QUEUE_AGE))
+        self._bound_age(tracked, now_s)
         if request.deadline_s is not None:
             timeout = Timeout(tracked, Outcome.DEADLINE_EXCEEDED, Reason.DEADLINE_PASSED)
             self._timeouts.add(request.deadline_s, timeout)
@@ -325,6 +324,7 @@ class PrefillScheduler:
             instance.kv.release(tracked.request_id)
             tracked.instance_id = None
             tracked.move(RequestState.QUEUED)
+            self._bound_age(tracked, now_s)
         self.policy.add(tracked, now_s, arrival=False)
 
     def _failed(self, event: PassFailed, now_s: float) -> None:
@@ -380,7 +380,13 @@ class PrefillScheduler:
         self._free(instance, tracked.request_id, reason)
         tracked.instance_id, tracked.position = None, 0
         tracked.move(RequestState.QUEUED)
+        self._bound_age(tracked, now_s)
         self.policy.add(tracked, now_s, arrival=False)
+
+    def _bound_age(self, tracked: Tracked, now_s: float) -> None:
+        """Joining the queue, and again when it comes back: its earlier bound is gone once it has started."""
+        age_s = now_s + self.settings.queue_age_s_max
+        self._timeouts.add(age_s, Timeout(tracked, Outcome.REJECTED_CAPACITY, Reason.QUEUE_AGE))
 
     # --- instances ---
 
