@@ -20,6 +20,8 @@ from statistics import median
 from engines.cost_fit import FitResult, Sample, fit
 from engines.profiles import Profiles
 
+MEASURED = "measured.json"  # the fit and the limits of the engine that was measured
+
 Measure = Callable[[int, int], float]  # (new tokens, history tokens) -> seconds of one pass
 Shape = tuple[int, int]
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from build_scripts.calibrate import MEASURED
 from build_scripts.convert import FACTS
 from build_scripts.plan import Plan
 from build_scripts.store import Store
@@ -35,8 +36,7 @@ def bundle_files(store: Store) -> list[Path]:
 def make_manifest(plan: Plan, store: Store, host: Host) -> Manifest:
     spec, source = plan.spec, plan.spec.source
     facts = read_json(store.folder("convert") / FACTS)
-    verified = read_json(store.folder("verify") / "verify.json")
-    cost = read_json(store.folder("calibrate") / "cost.json")
+    measured = read_json(store.folder("calibrate") / MEASURED)
     return Manifest(
         model=Model(
             name=source.name,
@@ -59,9 +59,9 @@ def make_manifest(plan: Plan, store: Store, host: Host) -> Manifest:
         ),
         cpu=host.cpu,
         profiles=spec.profiles,
-        limits=Limits(**verified["limits"]),
+        limits=Limits(**measured["limits"]),
         text=Text(**facts["text"]),
-        cost=Cost(**cost),
+        cost=Cost(**measured["cost"]),
         files=tuple(file_entry(path) for path in bundle_files(store)),
         steps=plan.keys,
     ).sealed()

@@ -117,7 +117,7 @@ def make_plan(spec: BuildSpec, host: Host, converter_digest: str) -> Plan:
             "calibrate",
             f"measure {_count(spec.profiles)} profiles for about {measure_s:.0f} s, fit the cost model",
             ("convert", "verify"),
-            (CALIBRATION, "cost.json"),
+            (CALIBRATION, "measured.json"),
             {**machine, **engine, **shapes, "quick": spec.quick},
             3.0 + warm_s + measure_s,
         ),

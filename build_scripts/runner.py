@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from build_scripts.calibrate import fit_calibration, measure_shapes, shapes_of, write_csv
+from build_scripts.calibrate import MEASURED, fit_calibration, measure_shapes, shapes_of, write_csv
 from build_scripts.convert import FACTS, code_digest, convert
 from build_scripts.fetch import WEIGHTS, fetch
 from build_scripts.manifest import bundle_files, make_manifest, read_json
@@ -18,7 +18,17 @@ from build_scripts.progress import Progress, Silent
 from build_scripts.spec import DEFAULT_MODEL, BuildError, BuildSpec, build_spec
 from build_scripts.store import Store, publish
 from build_scripts.verify import verify
-from engines.bundle import CALIBRATION, MANIFEST, TOKENIZER, BundleMismatch, Host, Text, open_bundle
+from engines.bundle import (
+    CALIBRATION,
+    MANIFEST,
+    TOKENIZER,
+    BundleMismatch,
+    Cost,
+    Host,
+    Limits,
+    Text,
+    open_bundle,
+)
 from engines.profiles import Profiles
 
 if TYPE_CHECKING:
@@ -152,34 +162,47 @@ def _calibrate(spec: BuildSpec, store: Store, out: Path, progress: Progress) -> 
     try:
         progress.update(0.0, f"measuring {len(shapes)} profiles for about {budget_s:.0f} s")
         calibration = measure_shapes(engine.measure, shapes, budget_s, update=progress.update)
+        capabilities = engine.capabilities
     finally:
         engine.close()
-    host = Host.current(spec.backend)
-    origin = (
-        f"measured {datetime.now(UTC):%Y-%m-%d} on {host.cpu.model_name}, {spec.threads} thread(s), "
-        f"{spec.precision}, openvino {host.library_version}"
+    result = fit_calibration(calibration, _origin(spec))
+    limits = Limits(
+        context_tokens_max=capabilities.context_tokens_max,
+        requests_max=capabilities.requests_max,
+        block_tokens=capabilities.block_tokens,
     )
-    result = fit_calibration(calibration, origin)
-    cost = {
-        "model": result.model.to_json(),
-        "median_error": result.median_error,
-        "worst_error": result.worst_error,
-        "sample_count": len(result.errors),
-        "boundary_tokens": result.model.boundary_tokens(0),
-        "knee_tokens": result.model.knee_tokens(),
-        "quick": spec.quick,
-    }
-    (out / "cost.json").write_text(json.dumps(cost, indent=2) + "\n", encoding="utf-8")
+    cost = Cost(
+        model=result.model,
+        median_error=result.median_error,
+        worst_error=result.worst_error,
+        sample_count=len(result.errors),
+        boundary_tokens=result.model.boundary_tokens(0),
+        knee_tokens=result.model.knee_tokens(),
+        quick=spec.quick,
+    )
+    measured = {"limits": limits.model_dump(mode="json"), "cost": cost.model_dump(mode="json")}
+    (out / MEASURED).write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     write_csv(out / CALIBRATION, spec.source.name, calibration, result)
     return (
-        f"warm in {warm_s:.0f} s; L_m {cost['boundary_tokens']}, knee {cost['knee_tokens']} tokens; "
-        f"fit within {result.median_error:.1%} (median), {result.worst_error:.0%} (worst)"
+        f"warm in {warm_s:.0f} s; L_m {cost.boundary_tokens}, knee {cost.knee_tokens} tokens; "
+        f"fit within {cost.median_error:.1%} (median), {cost.worst_error:.0%} (worst)"
+    )
+
+
+def _origin(spec: BuildSpec) -> str:
+    host = Host.current(spec.backend)
+    return (
+        f"measured {datetime.now(UTC):%Y-%m-%d} on {host.cpu.model_name}, {spec.threads} thread(s), "
+        f"{spec.precision}, openvino {host.library_version}"
     )
 
 
 def _load(spec: BuildSpec, store: Store, profiles: Profiles, progress: Progress) -> OpenVinoCpuEngine:
     from engines.openvino_cpu import OpenVinoCpuEngine
 
+    def warmed(done: int, count: int) -> None:
+        progress.update(done / count, f"warming profile {done} of {count}")
+
     return OpenVinoCpuEngine.load(
-        store.folder("convert"), profiles, threads=spec.threads, precision=spec.precision
+        store.folder("convert"), profiles, threads=spec.threads, precision=spec.precision, progress=warmed
     )

@@ -6,7 +6,6 @@ pins its SHA-256, so a build gives the same model whenever and wherever it runs.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,11 +100,6 @@ class BuildSpec:
         return self.out / ".work" / self.source.name
 
 
-def default_threads() -> int:
-    """All usable cores but one, which is left to the service's event loop."""
-    return max(1, len(os.sched_getaffinity(0)) - 1)
-
-
 def build_spec(
     out: Path,
     *,
@@ -117,7 +111,7 @@ def build_spec(
     gguf: Path | None = None,
 ) -> BuildSpec:
     """A spec of the catalogue with the engine's own profiles. Raises BuildError naming a bad option."""
-    from engines.openvino_cpu import DEFAULT_PROFILES
+    from engines.openvino_cpu import DEFAULT_PROFILES, default_threads
 
     if model not in MODELS:
         raise BuildError(f"model {model!r} is not known; use {' or '.join(MODELS)}")

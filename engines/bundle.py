@@ -109,7 +109,7 @@ class Model(_Part):
     name: str
     architecture: str
     parameters: int
-    config: dict[str, int | float]
+    config: dict[str, int | float | None]
     source: Source
 
 
