@@ -7,6 +7,7 @@ from pathlib import Path
 from drivers import MemoryLog, Workload, through_kernel, through_runtime, workloads
 from hypothesis import HealthCheck, given, settings
 
+from service.core.types import Outcome
 from service.policies import make_scheduler
 from service.runtime.event_log import EventLog, replay
 
@@ -24,6 +25,20 @@ def test_runtime_and_kernel_issue_the_same_commands(workload: Workload) -> None:
 @given(workloads())
 def test_the_kernel_is_deterministic(workload: Workload) -> None:
     assert through_kernel(workload) == through_kernel(workload)
+
+
+@settings(max_examples=40, deadline=None)
+@given(workloads())
+def test_every_request_ends_whatever_fails(workload: Workload) -> None:
+    records = through_kernel(workload).records
+    assert len(records) == len(workload.requests)
+    for record in records.values():
+        assert record.outcome is not None
+        assert record.output_tokens <= record.request.max_new_tokens
+        if record.outcome is Outcome.COMPLETED:
+            assert record.output_tokens == record.request.max_new_tokens
+            assert record.ttft_s is not None
+            assert record.ttft_s > 0.0
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
