@@ -4,9 +4,9 @@ Prefill with and without history and decode are the same thing: T new tokens of 
 H history tokens of the same requests, in any order. So one graph serves all three.
 
     tok, pos, q_seg   i32 [T]  token id, position in its request, which request ("segment")
-    kv                [rows * slots, head_dim], bf16 or f32: the whole KV pool, rows = layers * 2 * kv_heads.
-                      Row r of token slot s is r * slots + s; K and V of a layer lie one after the other
-    h_slot            i32 [H]  slot of each history token in the pool
+    kv                [blocks * rows * BLOCK_TOKENS, head_dim], bf16 or f32: the whole KV pool by blocks, in
+                      each the rows (rows = layers * 2 * kv_heads, K before V), in each row the tokens
+    h_slot            i32 [H]  where row 0 of each history token lies in `kv`
     h_seg, h_pos      i32 [H]  its segment and position
     last              i32 [S]  rows of T to compute logits for
  -> logits            f32 [S, vocab]
@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from build_scripts.gguf_model import LlamaConfig, Weights, check_weights
-from engines.openvino_model import MODEL_FACTS_KEY
+from engines.openvino_model import BLOCK_TOKENS, MODEL_FACTS_KEY
 
 if TYPE_CHECKING:
     from openvino import Model, Node
@@ -135,7 +135,7 @@ class _Shared:
     """What all layers use. `g` is query heads per KV head.
 
     mask: f32 [1, 1, g * T, H + T], 0 or _MASKED. cos, sin: f32 [T, 1, head_dim / 2].
-    head_slots: i32 [kv_heads, H], pool rows of the history in layer 0. slots: i32 scalar, tokens in the pool.
+    head_slots: i32 [kv_heads, H], where the K heads of layer 0 of the history lie in the pool.
     """
 
     kv: Node
@@ -143,22 +143,18 @@ class _Shared:
     cos: Node
     sin: Node
     head_slots: Node
-    slots: Node
 
 
 def _shared(graph: _Graph, inputs: dict[str, Node]) -> _Shared:
     ops, config = graph.ops, graph.config
-    pool_rows = ops.gather(ops.shape_of(inputs["kv"], "i32"), graph.ints(0), graph.ints(0))
-    slots = ops.divide(pool_rows, graph.ints(config.layers * 2 * config.kv_heads))
-    heads = graph.ints(np.arange(config.kv_heads)[:, None])
+    heads = graph.ints(np.arange(config.kv_heads)[:, None] * BLOCK_TOKENS)
     cos, sin = (_rope_table(graph, function, inputs["pos"]) for function in (np.cos, np.sin))
     return _Shared(
         kv=inputs["kv"],
         mask=_mask(graph, inputs),
         cos=cos,
         sin=sin,
-        head_slots=ops.add(ops.multiply(slots, heads), graph.unsqueeze(inputs["h_slot"], 0)),
-        slots=slots,
+        head_slots=ops.add(heads, graph.unsqueeze(inputs["h_slot"], 0)),
     )
 
 
@@ -213,8 +209,7 @@ def _attention(
 def _with_past(graph: _Graph, shared: _Shared, row: int, new: Node) -> Node:
     """[1, kv_heads, H + T, head_dim] f32: the history out of the pool, then `new`."""
     ops = graph.ops
-    rows = ops.add(shared.head_slots, ops.multiply(shared.slots, graph.ints(row)))
-    past = ops.gather(shared.kv, rows, graph.ints(0))
+    past = ops.gather(shared.kv, ops.add(shared.head_slots, graph.ints(row * BLOCK_TOKENS)), graph.ints(0))
     return graph.unsqueeze(ops.convert(ops.concat([past, new], 1), "f32"), 0)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from engines.base import EngineError, PassError
 from engines.blocks import BlockPool, BlockTable, OutOfBlocks, chain_hashes
-from engines.openvino_model import MODEL_XML, Ints, PackedModel, Segment
+from engines.openvino_model import BLOCK_TOKENS, MODEL_XML, PackedModel, Segment
 from engines.profiles import Profiles
 from engines.sampling import check_sampling, sample
 from engines.types import (
@@ -47,12 +47,9 @@ from engines.types import (
     PassResult,
 )
 
-BLOCK_TOKENS = 32
 REQUESTS_MAX = 32  # also the most rows that the LM head computes
 KV_CAPACITY_TOKENS = 32_768  # 23 kB a token for SmolLM2-135M in bf16: 755 MB, touched as it fills
 PRECISIONS = ("bf16", "f32")
-
-_BLOCK_OFFSETS = np.arange(BLOCK_TOKENS, dtype=np.int32)
 
 DEFAULT_PROFILES = Profiles(
     layout=Layout.PACKED,
@@ -158,7 +155,7 @@ class OpenVinoCpuEngine:
         _check_profiles(profiles)
         model = PackedModel(
             bundle_dir / MODEL_XML,
-            slots=kv_capacity_tokens // BLOCK_TOKENS * BLOCK_TOKENS,
+            blocks=kv_capacity_tokens // BLOCK_TOKENS,
             rows_max=REQUESTS_MAX,
             threads=threads or default_threads(),
             precision=precision,
@@ -375,9 +372,9 @@ class OpenVinoCpuEngine:
 def _segment(step: _Step) -> Segment:
     end = step.start + step.new
     assert step.live.table is not None
-    first = np.asarray(step.live.table.blocks, dtype=np.int32) * np.int32(BLOCK_TOKENS)
-    slots: Ints = (first[:, None] + _BLOCK_OFFSETS).reshape(-1)
-    return Segment(step.live.tokens[step.start : end], slots[:end], logits=step.samples)
+    return Segment(
+        step.live.tokens[step.start : end], step.live.table.blocks, step.start, logits=step.samples
+    )
 
 
 def _check_profiles(profiles: Profiles) -> None:

@@ -7,9 +7,10 @@ The model is compiled once with dynamic shapes, but runs only the (T, H) shapes 
 profiles: every new shape costs a compilation of kernels at first use (30 to 300 ms), so shapes are padded to
 classes and warmed at load, as a TensorRT engine with several optimisation profiles does.
 
-The KV pool is one array [rows, slots, head_dim] that the graph reads in place. bf16 has no numpy type: those
-arrays hold the bit patterns as uint16, which is enough to move them. New K and V come out of the graph and
-are scattered into the slots of their tokens afterwards, so a failed pass leaves the pool as it was.
+The KV pool is one array [blocks, rows, BLOCK_TOKENS, head_dim] that the graph reads in place; a row is one
+head of K or V of one layer. A block is contiguous, so memory is touched only as blocks come into use. bf16
+has no numpy type: those arrays hold the bit patterns as uint16, which is enough to move them. New K and V come
+out of the graph and are copied into their blocks afterwards, so a failed pass leaves the pool as it was.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 MODEL_XML = "model.xml"
+BLOCK_TOKENS = 32
 MODEL_FACTS_KEY = "plaserve"  # rt_info of the model: JSON of context_tokens, vocab, eos_id
 
 _PADDING_SEGMENT = -1
@@ -46,23 +48,20 @@ class ModelFacts:
 class Segment:
     """One request's part of a pass.
 
-    token_ids: the new tokens. slots: pool slots of the history and then of the new tokens, so its length
-    minus that of `token_ids` is the history. logits: whether those of the last new token are wanted.
+    token_ids: the new tokens. blocks: the pool blocks of the request, from its first token on, with room for
+    the new tokens. history: tokens before the new ones. logits: whether the last new token wants them.
     """
 
     token_ids: Sequence[int]
-    slots: Ints
+    blocks: Sequence[int]
+    history: int
     logits: bool
-
-    @property
-    def history(self) -> int:
-        return len(self.slots) - len(self.token_ids)
 
 
 class PackedModel:
     """See the module text. `rows_max` is the most rows the LM head computes logits for."""
 
-    def __init__(self, path: Path, *, slots: int, rows_max: int, threads: int, precision: str) -> None:
+    def __init__(self, path: Path, *, blocks: int, rows_max: int, threads: int, precision: str) -> None:
         self._ov = _openvino()
         core = self._ov.Core()
         model = _read(core, path)
@@ -84,9 +83,9 @@ class PackedModel:
         head_dim = model.input("kv").partial_shape[1].get_length()
         self._rows_max = rows_max
         self._numpy_type = _NUMPY_TYPE[precision]
-        self._pool = np.zeros((rows, slots, head_dim), dtype=self._numpy_type)
+        self._pool = np.zeros((blocks, rows, BLOCK_TOKENS, head_dim), dtype=self._numpy_type)
         kv_type = self._ov.Type.f32 if precision == "f32" else self._ov.Type.bf16
-        flat = self._pool.reshape(rows * slots, head_dim)
+        flat = self._pool.reshape(-1, head_dim)
         self._request.set_tensor("kv", self._ov.Tensor(flat, list(flat.shape), kv_type))
 
     def forward(self, segments: Sequence[Segment], shape: tuple[int, int]) -> npt.NDArray[np.float32]:
@@ -104,14 +103,13 @@ class PackedModel:
                 "tok": _padded([segment.token_ids for segment in segments], tokens, 0),
                 "pos": _padded([np.arange(h, h + n) for h, n in zip(past, new, strict=True)], tokens, 0),
                 "q_seg": _padded([np.repeat(np.arange(len(new)), new)], tokens, _PADDING_SEGMENT),
-                "h_slot": _padded([s.slots[:h] for s, h in zip(segments, past, strict=True)], history, 0),
+                "h_slot": _padded([self._pool_slots(segment) for segment in segments], history, 0),
                 "h_pos": _padded([np.arange(h) for h in past], history, 0),
                 "h_seg": _padded([np.repeat(np.arange(len(past)), past)], history, _PADDING_SEGMENT),
                 "last": _padded([wanted], min(tokens, self._rows_max), 0),
             }
         )
-        into = np.concatenate([s.slots[h:] for s, h in zip(segments, past, strict=True)])
-        self._pool[:, into] = self._kv_new()[:, : len(into)]
+        self._store(segments)
         logits: npt.NDArray[np.float32] = self._request.get_tensor("logits").data
         return logits[: len(wanted)]
 
@@ -128,7 +126,7 @@ class PackedModel:
                 "tok": np.zeros(tokens, np.int32),
                 "pos": np.zeros(tokens, np.int32),
                 "q_seg": np.zeros(tokens, np.int32),
-                "h_slot": np.arange(history, dtype=np.int32) % np.int32(self._pool.shape[1]),
+                "h_slot": np.arange(history, dtype=np.int32) % np.int32(BLOCK_TOKENS),
                 "h_pos": np.zeros(history, np.int32),
                 "h_seg": np.zeros(history, np.int32),
                 "last": np.arange(tokens - rows, tokens, dtype=np.int32),
@@ -137,6 +135,26 @@ class PackedModel:
         self._kv_new().copy()
         self._request.get_tensor("logits").data.argmax(axis=1)
         return time.perf_counter() - start_s
+
+    def _pool_slots(self, segment: Segment) -> Ints:
+        """Where row 0 of each history token of `segment` lies in the flat pool."""
+        used = -(-segment.history // BLOCK_TOKENS)
+        stride = self._pool.shape[1] * BLOCK_TOKENS
+        first = np.asarray(segment.blocks[:used], dtype=np.int32) * np.int32(stride)
+        slots: Ints = np.add.outer(first, np.arange(BLOCK_TOKENS, dtype=np.int32)).reshape(-1)
+        return slots[: segment.history]
+
+    def _store(self, segments: Sequence[Segment]) -> None:
+        """Copy the new K and V of the pass into the blocks, block by block."""
+        new, source = self._kv_new(), 0
+        for segment in segments:
+            position, end = segment.history, segment.history + len(segment.token_ids)
+            while position < end:
+                offset = position % BLOCK_TOKENS
+                count = min(BLOCK_TOKENS - offset, end - position)
+                block = self._pool[segment.blocks[position // BLOCK_TOKENS]]
+                block[:, offset : offset + count] = new[:, source : source + count]
+                position, source = position + count, source + count
 
     def _infer(self, inputs: dict[str, Ints]) -> None:
         for name, values in inputs.items():
