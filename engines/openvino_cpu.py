@@ -161,6 +161,7 @@ class OpenVinoCpuEngine:
             precision=precision,
         )
         engine = cls(model, profiles, kv_capacity_tokens)
+        model.commit(profiles.h_classes[-1])
         shapes = [(t, h) for t in profiles.t_classes for h in profiles.h_classes]
         for done, shape in enumerate(shapes, start=1):
             model.probe(shape)

@@ -9,8 +9,8 @@ classes and warmed at load, as a TensorRT engine with several optimisation profi
 
 The KV pool is one array [blocks, rows, BLOCK_TOKENS, head_dim] that the graph reads in place; a row is one
 head of K or V of one layer. A block is contiguous, so memory is touched only as blocks come into use. bf16
-has no numpy type: those arrays hold the bit patterns as uint16, which is enough to move them. New K and V come
-out of the graph and are copied into their blocks afterwards, so a failed pass leaves the pool as it was.
+has no numpy type: those arrays hold the bit patterns as uint16, which is enough to move them. New K and V
+come out of the graph and are copied into their blocks afterwards, so a failed pass leaves the pool as it was.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class PackedModel:
                 "tok": _padded([segment.token_ids for segment in segments], tokens, 0),
                 "pos": _padded([np.arange(h, h + n) for h, n in zip(past, new, strict=True)], tokens, 0),
                 "q_seg": _padded([np.repeat(np.arange(len(new)), new)], tokens, _PADDING_SEGMENT),
-                "h_slot": _padded([self._pool_slots(segment) for segment in segments], history, 0),
+                "h_slot": _padded([self._pool_slots(s.blocks, s.history) for s in segments], history, 0),
                 "h_pos": _padded([np.arange(h) for h in past], history, 0),
                 "h_seg": _padded([np.repeat(np.arange(len(past)), past)], history, _PADDING_SEGMENT),
                 "last": _padded([wanted], min(tokens, self._rows_max), 0),
@@ -116,9 +116,10 @@ class PackedModel:
     def probe(self, shape: tuple[int, int]) -> float:
         """Seconds of a pass of `shape` with made-up tokens and nothing masked.
 
-        Does the work of `forward`, but K and V go to a scratch array, not into the pool.
+        Does the work of `forward` over the first blocks of the pool, but K and V go to a scratch array.
         """
         tokens, history = shape
+        past = np.resize(np.arange(len(self._pool)), -(-history // BLOCK_TOKENS))
         rows = min(tokens, self._rows_max)
         start_s = time.perf_counter()
         self._infer(
@@ -126,7 +127,7 @@ class PackedModel:
                 "tok": np.zeros(tokens, np.int32),
                 "pos": np.zeros(tokens, np.int32),
                 "q_seg": np.zeros(tokens, np.int32),
-                "h_slot": np.arange(history, dtype=np.int32) % np.int32(BLOCK_TOKENS),
+                "h_slot": self._pool_slots(past, history),
                 "h_pos": np.zeros(history, np.int32),
                 "h_seg": np.zeros(history, np.int32),
                 "last": np.arange(tokens - rows, tokens, dtype=np.int32),
@@ -136,13 +137,16 @@ class PackedModel:
         self._request.get_tensor("logits").data.argmax(axis=1)
         return time.perf_counter() - start_s
 
-    def _pool_slots(self, segment: Segment) -> Ints:
-        """Where row 0 of each history token of `segment` lies in the flat pool."""
-        used = -(-segment.history // BLOCK_TOKENS)
-        stride = self._pool.shape[1] * BLOCK_TOKENS
-        first = np.asarray(segment.blocks[:used], dtype=np.int32) * np.int32(stride)
+    def commit(self, tokens: int) -> None:
+        """Back the pool's first `tokens` by memory, so that `probe` reads it and not the shared zero page."""
+        self._pool[: -(-tokens // BLOCK_TOKENS)] = 0
+
+    def _pool_slots(self, blocks: npt.ArrayLike, tokens: int) -> Ints:
+        """Where row 0 of each of the first `tokens` tokens in `blocks` lies in the flat pool."""
+        used = np.asarray(blocks, dtype=np.int32)[: -(-tokens // BLOCK_TOKENS)]
+        first = used * np.int32(self._pool.shape[1] * BLOCK_TOKENS)
         slots: Ints = np.add.outer(first, np.arange(BLOCK_TOKENS, dtype=np.int32)).reshape(-1)
-        return slots[: segment.history]
+        return slots[:tokens]
 
     def _store(self, segments: Sequence[Segment]) -> None:
         """Copy the new K and V of the pass into the blocks, block by block."""
