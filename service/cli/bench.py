@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import grpc.aio
@@ -20,8 +21,8 @@ from service.bench.live import compare_live
 from service.bench.load import LoadSettings, load_json, render_load, run_load
 from service.bench.render import render
 from service.bench.report import Report, to_json
-from service.bench.tokens import bundle_counter
-from service.bench.workload import Mix
+from service.bench.workload import CountTokens, Mix
+from service.rpc.text import BundleCodec, ByteCodec, TextCodec
 
 BROKEN_SHOWN = 5
 
@@ -41,25 +42,36 @@ def served_by_bundle(path: Path) -> Served:
     from engines.bundle import open_bundle
 
     bundle = open_bundle(path)
-    manifest = bundle.manifest
-    return Served(
-        manifest.cost.model,
-        manifest.profiles,
-        bundle_counter(bundle.tokenizer_path, manifest.text.chat_template),
-    )
+    text, cost = bundle.manifest.text, bundle.manifest.cost
+    codec = BundleCodec(bundle.tokenizer_path, text.chat_template, text.bos_id, text.eos_id, text.add_bos)
+    return Served(cost.model, bundle.manifest.profiles, _counter(codec))
 
 
 def served_by_simulation() -> Served:
-    """The simulated engine's default: timing of a small model on one core, text as bytes."""
+    """Timing of a small model on one core, text as bytes."""
     from engines.simulated_settings import small_cpu_like
 
     _, profiles, cost = small_cpu_like()
-    return Served(cost, profiles, lambda text: len(text.encode()))
+    return Served(cost, profiles, _counter(ByteCodec()))
 
 
-def arm_specs(policies: Sequence[str], arguments: tuple[str, ...], log_dir: Path) -> list[ServerSpec]:
+def _counter(codec: TextCodec) -> CountTokens:
+    """Counts a chat of one user message the way the service does."""
+
+    def count(text: str) -> int:
+        return len(codec.encode(codec.chat_text([{"role": "user", "content": text}])))
+
+    return count
+
+
+def arm_specs(
+    policies: Sequence[str],
+    arguments: tuple[str, ...],
+    log_dir: Path,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> list[ServerSpec]:
     """One server per policy, alike but for the policy."""
-    return [ServerSpec(policy, arguments, log_dir / f"{policy}.log", {}) for policy in policies]
+    return [ServerSpec(policy, arguments, log_dir / f"{policy}.log", environment) for policy in policies]
 
 
 def fail_if_broken(report: Report, console: Console) -> None:
@@ -102,7 +114,8 @@ def compare(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     arguments = ("--backend", backend.value) + (() if simulated else ("--bundle", str(bundle)))
-    specs = arm_specs(settings.policies, arguments, Path("var/bench"))
+    environment = {"PLASERVE_ENGINE__SIMULATED_PRESET": "small_cpu"} if simulated else {}
+    specs = arm_specs(settings.policies, arguments, Path("var/bench"), environment)
     report = asyncio.run(compare_live(plan, specs, console))
     console.print(render(report))
     if json_path is not None:
