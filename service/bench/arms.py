@@ -95,13 +95,13 @@ async def _ready(process: asyncio.subprocess.Process, address: str, spec: Server
     while loop.time() < limit_s:
         if process.returncode is not None:
             raise ArmError(
-                f"{spec.policy}: the server ended with {process.returncode}\n{_tail(spec.log_path)}"
+                f"the {spec.policy} server ended with {process.returncode}\n{_tail(spec.log_path)}"
             )
         with contextlib.suppress(grpc.aio.AioRpcError):
             await status(address, timeout_s=1.0)
             return
         await asyncio.sleep(POLL_S)
-    raise ArmError(f"{spec.policy}: the server was not ready after {seconds:.0f} s\n{_tail(spec.log_path)}")
+    raise ArmError(f"the {spec.policy} server was not ready after {seconds:.0f} s\n{_tail(spec.log_path)}")
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

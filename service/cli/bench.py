@@ -15,13 +15,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from service.bench.arms import ServerSpec
-from service.bench.compare import Served, Settings, make_plan
+from service.bench.arms import ArmError, ServerSpec
+from service.bench.compare import Plan, Served, Settings, make_plan
 from service.bench.live import compare_live
 from service.bench.load import LoadSettings, load_json, render_load, run_load
 from service.bench.render import render
 from service.bench.report import Report, to_json
 from service.bench.workload import CountTokens, Mix
+from service.cli.failures import fail, fail_rpc
 from service.rpc.text import BundleCodec, ByteCodec, TextCodec
 
 BROKEN_SHOWN = 5
@@ -38,10 +39,13 @@ def policy_names(text: str) -> tuple[str, ...]:
 
 
 def served_by_bundle(path: Path) -> Served:
-    """Cost model, profiles and tokenizer of a bundle. Raises BundleMismatch."""
-    from engines.bundle import open_bundle
+    """Cost model, profiles and tokenizer of a bundle; one that does not fit here ends the command."""
+    from engines.bundle import BundleMismatch, open_bundle
 
-    bundle = open_bundle(path)
+    try:
+        bundle = open_bundle(path)
+    except BundleMismatch as error:
+        fail(error)
     text, cost = bundle.manifest.text, bundle.manifest.cost
     codec = BundleCodec(bundle.tokenizer_path, text.chat_template, text.bos_id, text.eos_id, text.add_bos)
     return Served(cost.model, bundle.manifest.profiles, _counter(codec))
@@ -72,6 +76,16 @@ def arm_specs(
 ) -> list[ServerSpec]:
     """One server per policy, alike but for the policy."""
     return [ServerSpec(policy, arguments, log_dir / f"{policy}.log", environment) for policy in policies]
+
+
+def run_comparison(
+    plan: Plan, specs: Sequence[ServerSpec], console: Console, questions: Sequence[str] = ()
+) -> Report:
+    """Run it to the end; a server that does not come up or goes away ends the command."""
+    try:
+        return asyncio.run(compare_live(plan, specs, console, questions))
+    except (ArmError, grpc.aio.AioRpcError) as error:
+        fail(f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else error)
 
 
 def fail_if_broken(report: Report, console: Console) -> None:
@@ -116,7 +130,7 @@ def compare(
     arguments = ("--backend", backend.value) + (() if simulated else ("--bundle", str(bundle)))
     environment = {"PLASERVE_ENGINE__SIMULATED_PRESET": "small_cpu"} if simulated else {}
     specs = arm_specs(settings.policies, arguments, Path("var/bench"), environment)
-    report = asyncio.run(compare_live(plan, specs, console))
+    report = run_comparison(plan, specs, console)
     console.print(render(report))
     if json_path is not None:
         json_path.write_text(json.dumps(to_json(report), indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -150,8 +164,7 @@ def load(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except grpc.aio.AioRpcError as error:
-        typer.echo(f"{address}: {error.code().name}: {error.details()}", err=True)
-        raise typer.Exit(1) from error
+        fail_rpc(error, address)
     console = Console(highlight=False)
     if as_json:
         typer.echo(json.dumps(load_json(result), indent=2, allow_nan=False))

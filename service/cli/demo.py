@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from pathlib import Path
@@ -13,10 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from service.bench.compare import Settings, make_plan
-from service.bench.live import compare_live
 from service.bench.render import render
 from service.bench.report import Report, to_json
-from service.cli.bench import arm_specs, fail_if_broken, policy_names, served_by_bundle
+from service.cli.bench import arm_specs, fail_if_broken, policy_names, run_comparison, served_by_bundle
+from service.cli.failures import fail
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -59,7 +58,7 @@ def demo(
         raise typer.BadParameter(str(error)) from error
     specs = arm_specs(settings.policies, ("--bundle", str(path)), LOG_DIR)
     console.print()
-    report = asyncio.run(compare_live(plan, specs, console, QUESTIONS))
+    report = run_comparison(plan, specs, console, QUESTIONS)
     console.print()
     console.print(render(report))
     _write(report, out)
@@ -72,10 +71,14 @@ def demo(
 def _build(console: Console) -> Path:
     from build_scripts.progress import RichProgress
     from build_scripts.runner import ensure_bundle
+    from build_scripts.spec import BuildError
 
     console.print(Text("Bundle: SmolLM2-135M-Instruct for this CPU", style="bold"))
-    with RichProgress(console) as progress:
-        path = ensure_bundle(Path("bundles"), progress)
+    try:
+        with RichProgress(console) as progress:
+            path = ensure_bundle(Path("bundles"), progress)
+    except BuildError as error:
+        fail(error)
     console.print(f"  ready in {path}")
     return path
 
