@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -137,6 +137,11 @@ class CostModel:
             else:
                 low = middle + 1
         return low
+
+    def scaled(self, factor: float) -> CostModel:
+        """The same engine on a clock on which everything takes `factor` times as long."""
+        names = ("launch_s", "weights_s", "alpha", "beta", "gamma_w", "gamma_r")
+        return replace(self, **{name: getattr(self, name) * factor for name in names})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,0 +1,50 @@
+"""The `plaserve` command. Each module here adds its commands through `register(app)`.
+
+Expected failures (bad settings, a bundle that does not fit, a service that can't be reached) end with one
+line on standard error and exit code 1, or 2 for wrong usage; a traceback means a bug.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from service.cli import bench, build, demo, generate, serve, status
+
+app = typer.Typer(
+    name="plaserve",
+    help="Prefill-length-aware serving of large language models on prebuilt engines.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"plaserve {metadata.version('plaserve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+for module in (build, serve, generate, status, demo, bench):
+    module.register(app)
+
+
+def main() -> None:
+    """Entry point of the `plaserve` script."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)

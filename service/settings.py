@@ -1,0 +1,207 @@
+"""Settings: flags over environment over file over defaults, one frozen group per component.
+
+    PLASERVE_SERVER__PORT=9000            environment, groups joined by two underscores
+    [server] port = 9000                  TOML file, named by --config or PLASERVE_CONFIG
+
+Unknown keys are errors, in the file and in the environment: pydantic-settings ignores unknown environment
+variables whatever `extra` says, so the prefix is checked here. A bad value fails the start and names its key.
+A component is handed its own group, never the whole.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from service.core.settings import SchedulerSettings
+from service.policies import POLICIES
+
+PREFIX = "PLASERVE_"
+CONFIG_VARIABLE = "PLASERVE_CONFIG"
+
+
+class SettingsError(Exception):
+    """A setting is unknown or bad; the message names its key."""
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ServerSettings(_Group):
+    """The gRPC surface."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on; loopback, as there is no TLS yet.")
+    port: int = Field(8081, ge=0, le=65535, description="gRPC port; 0 picks a free one.")
+    message_bytes_max: int = Field(4 << 20, ge=1024, description="Largest message taken, gRPC's own default.")
+    drain_timeout_s: float = Field(
+        20.0, ge=0, description="On SIGTERM: seconds to finish what runs; below the 30 s of Kubernetes."
+    )
+
+
+class EngineSettings(_Group):
+    """Which engine runs, and how."""
+
+    backend: Literal["openvino_cpu", "simulated"] = Field("openvino_cpu", description="What runs passes.")
+    bundle: Path = Field(
+        Path("bundles/SmolLM2-135M-Instruct"), description="Bundle directory (openvino_cpu)."
+    )
+    threads: int | None = Field(
+        None, ge=1, description="Engine threads; unset: those that the bundle was calibrated for."
+    )
+    kv_capacity_tokens: int = Field(
+        32_768, ge=32, description="Tokens of KV memory; 23 kB each for the embedded model."
+    )
+    simulated_preset: Literal["h200_32b", "small_cpu", "padded_grid"] = Field(
+        "h200_32b", description="Cost model and capabilities (simulated)."
+    )
+    simulated_time_scale: float = Field(
+        1.0, gt=0, description="Wall seconds per predicted second (simulated)."
+    )
+
+
+class LimitSettings(_Group):
+    """Bounds on one request, checked before it costs anything."""
+
+    text_bytes_max: int = Field(
+        262_144, ge=1, description="UTF-8 bytes of a prompt, checked before tokenising."
+    )
+    max_tokens_default: int = Field(128, ge=1, description="Answer length where a request names none.")
+    max_tokens_max: int = Field(2048, ge=1, description="Longest answer that may be asked for.")
+    name_chars_max: int = Field(64, ge=1, description="Characters of tenant, session and request_id.")
+    stop_count_max: int = Field(4, ge=0, description="Stop texts of one request, as in the OpenAI API.")
+    stop_chars_max: int = Field(64, ge=1, description="Characters of one stop text.")
+    ttft_slo_s_max: float = Field(3600.0, gt=0, description="Longest target for the first token.")
+    priority_max: int = Field(10, ge=0, description="Priorities go from minus this to this.")
+    tokenizer_threads: int = Field(1, ge=1, description="Threads for tokenising, beside the event loop.")
+    tokenizer_queue_max: int = Field(512, ge=1, description="Requests waiting to be tokenised; then refused.")
+
+
+class TelemetryOptions(_Group):
+    """Traces and metrics."""
+
+    metrics: bool = Field(True, description="Serve Prometheus metrics.")
+    metrics_host: str = Field("127.0.0.1", description="Address of the metrics endpoint.")
+    metrics_port: int = Field(9464, ge=0, le=65535, description="Its port, OpenTelemetry's usual one.")
+    otlp_endpoint: str = Field("", description="OTLP gRPC collector, host:port; empty: no traces.")
+    sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="Share of traces kept where the caller decides not."
+    )
+    service_name: str = Field("plaserve", min_length=1, description="service.name of traces.")
+
+
+def _known_knobs(value: Any) -> Any:
+    if isinstance(value, dict):
+        known = {field.name for field in fields(SchedulerSettings)}
+        unknown = sorted(set(value) - known)
+        if unknown:
+            raise ValueError(f"unknown key {unknown[0]!r}")
+    return value
+
+
+class Settings(BaseSettings):
+    """Everything that can be set."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True
+    )
+
+    policy: str = Field("plaserve", description="Scheduling policy: " + ", ".join(POLICIES) + ".")
+    server: ServerSettings = ServerSettings()
+    engine: EngineSettings = EngineSettings()
+    scheduler: Annotated[SchedulerSettings, BeforeValidator(_known_knobs)] = SchedulerSettings()
+    limits: LimitSettings = LimitSettings()
+    telemetry: TelemetryOptions = TelemetryOptions()
+
+    @field_validator("policy")
+    @classmethod
+    def _policy_exists(cls, value: str) -> str:
+        if value not in POLICIES:
+            raise ValueError(f"choose from {', '.join(POLICIES)}")
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+def load_settings(config: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
+    """Read settings; `overrides` maps dotted keys to values, None meaning not given.
+
+    Raises SettingsError naming the key and where it came from.
+    """
+    path = config or (Path(os.environ[CONFIG_VARIABLE]) if os.environ.get(CONFIG_VARIABLE) else None)
+    if path is not None:
+        _check_file(path)
+    _check_environment(os.environ)
+    given: dict[str, Any] = {}
+    for dotted, value in (overrides or {}).items():
+        group, _, name = dotted.rpartition(".")
+        if value is not None:
+            (given.setdefault(group, {}) if group else given)[name] = value
+
+    class FromFile(Settings):
+        model_config = SettingsConfigDict(**{**Settings.model_config, "toml_file": path})
+
+    try:
+        return FromFile(**given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise SettingsError(f"{key}: {first['msg']} (got {first['input']!r})") from error
+
+
+def known_keys() -> dict[str, set[str]]:
+    """Group -> its keys; the group "" holds the keys that stand alone."""
+    keys: dict[str, set[str]] = {"": set()}
+    for name, field in Settings.model_fields.items():
+        if name == "scheduler":
+            keys[name] = {knob.name for knob in fields(SchedulerSettings)}
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys[name] = set(field.annotation.model_fields)
+        else:
+            keys[""].add(name)
+    return keys
+
+
+def _check_environment(environment: Mapping[str, str]) -> None:
+    keys = known_keys()
+    for variable in sorted(environment):
+        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        group, _, name = variable[len(PREFIX) :].lower().rpartition("__")
+        if name not in keys.get(group, set()):
+            groups = ", ".join(sorted(g for g in keys if g))
+            raise SettingsError(
+                f"environment variable {variable}: no such setting; "
+                f"use {PREFIX}<GROUP>__<NAME> with a group of {groups}"
+            )
+
+
+def _check_file(path: Path) -> None:
+    """pydantic-settings skips a missing file in silence; and TOML errors should name the file."""
+    try:
+        tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"config file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"config file {path}: not valid TOML: {error}") from error

@@ -1,0 +1,146 @@
+"""The composition root: settings in, a running service out. The only place that knows every component.
+
+One process holds front end, scheduler and worker. It serves until SIGTERM or SIGINT, then drains: health says
+NOT_SERVING, new requests are refused, old ones finish within the drain time, and only then it stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from engines.catalog import EngineOptions, LoadedEngine, load_engine
+from engines.simulated import SimulatedEngine
+from service.core.types import InstanceSpec
+from service.policies import make_scheduler
+from service.rpc.inference import InferenceServicer, ServedModel, StatusServicer
+from service.rpc.intake import Intake
+from service.rpc.server import RpcServer
+from service.rpc.text import BundleCodec, ByteCodec, TextCodec
+from service.runtime.event_log import EventLog
+from service.runtime.pump import Pump
+from service.runtime.worker import LocalWorker, PassRunner, ThreadRunner, TimedRunner
+from service.settings import Settings
+from service.telemetry import Telemetry, TelemetrySettings
+
+log = logging.getLogger(__name__)
+
+INSTANCE_ID = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a caller of `serve` learns once requests are answered."""
+
+    address: str
+    model: ServedModel
+    metrics_address: str  # empty: no metrics
+
+
+def load(settings: Settings, progress: Callable[[int, int], None] | None = None) -> LoadedEngine:
+    """The engine of `settings`; blocking, up to half a minute."""
+    engine = settings.engine
+    options = EngineOptions(
+        bundle=engine.bundle,
+        threads=engine.threads,
+        kv_capacity_tokens=engine.kv_capacity_tokens,
+        simulated_preset=engine.simulated_preset,
+        simulated_time_scale=engine.simulated_time_scale,
+        progress=progress,
+    )
+    return load_engine(engine.backend, options)
+
+
+async def serve(
+    settings: Settings,
+    loaded: LoadedEngine,
+    *,
+    ready: Callable[[Ready], None] = lambda ready: None,
+    record: Path | None = None,
+    stop: asyncio.Event | None = None,
+) -> int:
+    """Serve until `stop` is set or a signal comes; returns how many requests the drain cut off."""
+    stop = stop or asyncio.Event()
+    model = ServedModel(
+        name=loaded.model_name,
+        backend=settings.engine.backend,
+        policy=settings.policy,
+        bundle_id=loaded.bundle.manifest.bundle_id if loaded.bundle else "",
+        version=metadata.version("plaserve"),
+    )
+    async with AsyncExitStack() as stack:
+        telemetry = _telemetry(settings, model, loaded)
+        telemetry.start()
+        stack.callback(telemetry.shutdown)
+        event_log = EventLog(record) if record is not None else None
+        if event_log is not None:
+            stack.callback(event_log.close)
+        pump = _pump(settings, loaded, telemetry, event_log)
+        await pump.start()
+        stack.push_async_callback(pump.close)
+        telemetry.bind(pump.snapshot)
+        codec = _codec(loaded)
+        intake = Intake(codec, loaded.engine.capabilities, settings.limits)
+        stack.callback(intake.close)
+        inference = InferenceServicer(pump, codec, intake, model, settings.limits, telemetry.request_context)
+        server = RpcServer(settings.server, inference, StatusServicer(pump, model))
+        await server.start()
+        metrics = settings.telemetry
+        metrics_address = f"{metrics.metrics_host}:{telemetry.metrics_port}" if metrics.metrics else ""
+        ready(Ready(f"{settings.server.host}:{server.port}", model, metrics_address))
+        await _until_stopped(stop)
+        await server.not_serving()
+        cut_off = await pump.drain(settings.server.drain_timeout_s)
+        await server.stop(grace_s=1.0)
+        return cut_off
+
+
+def _pump(settings: Settings, loaded: LoadedEngine, telemetry: Telemetry, event_log: EventLog | None) -> Pump:
+    engine = loaded.engine
+    runner: PassRunner
+    if isinstance(engine, SimulatedEngine):
+        runner = TimedRunner(engine.model, settings.engine.simulated_time_scale)
+    else:
+        runner = ThreadRunner(engine)
+    spec = InstanceSpec(INSTANCE_ID, engine.capabilities, engine.profiles, loaded.cost)
+    scheduler = make_scheduler(settings.policy, settings.scheduler)
+    return Pump(scheduler, [LocalWorker(spec, runner)], telemetry.observers, event_log)
+
+
+def _telemetry(settings: Settings, model: ServedModel, loaded: LoadedEngine) -> Telemetry:
+    options = settings.telemetry
+    chosen = TelemetrySettings(
+        enabled=options.metrics,
+        otlp_endpoint=options.otlp_endpoint,
+        sample_ratio=options.sample_ratio,
+        service_name=options.service_name,
+        metrics_host=options.metrics_host,
+        metrics_port=options.metrics_port,
+    )
+    return Telemetry(chosen, model.name, model.backend, loaded.engine.profiles.t_classes)
+
+
+def _codec(loaded: LoadedEngine) -> TextCodec:
+    if loaded.bundle is None:
+        return ByteCodec()
+    text = loaded.bundle.manifest.text
+    return BundleCodec(
+        loaded.bundle.tokenizer_path, text.chat_template, text.bos_id, text.eos_id, text.add_bos
+    )
+
+
+async def _until_stopped(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        await stop.wait()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
