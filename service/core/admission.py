@@ -38,7 +38,7 @@ class Admission:
             detail = "no instance is up"
             retry_s = self._settings.retry_after_s
             return Reject(request.request_id, Outcome.ENGINE_FAILED, Reason.NO_INSTANCE, detail, retry_s)
-        too_large = [_misfit(request, spec) for spec in specs]
+        too_large = [misfit(request, spec) for spec in specs]
         if all(too_large):
             return Reject(
                 request.request_id, Outcome.REJECTED_TOO_LARGE, Reason.NEVER_FITS, str(too_large[0])
@@ -59,7 +59,7 @@ class Admission:
         return Reject(request.request_id, Outcome.REJECTED_CAPACITY, reason, detail, retry_s)
 
 
-def _misfit(request: Request, spec: InstanceSpec) -> str | None:
+def misfit(request: Request, spec: InstanceSpec) -> str | None:
     """Why the request can never run on the instance; None if it can."""
     limits = spec.capabilities
     tokens = request.prompt_tokens + request.max_new_tokens

@@ -13,6 +13,7 @@ bound that can't be kept degrades to alternation instead of starving the queue.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from engines.types import Capabilities
@@ -51,22 +52,31 @@ class DecodeRule:
             history += tracked.position
         if not chosen:
             return None
-        return DecodeStep(tuple(chosen), self._pricer.pass_s([(1, t.position) for t in chosen]))
+        step_s = self._pricer.pass_s([(1, t.position) for t in chosen])
+        while math.isinf(step_s) and len(chosen) > 1:  # a grid may have fewer rows than requests_max
+            chosen.pop()
+            step_s = self._pricer.pass_s([(1, t.position) for t in chosen])
+        return DecodeStep(tuple(chosen), step_s)
 
-    def must_step(self, step: DecodeStep, prefill_s: float, now_s: float) -> bool:
-        """Whether `step` goes before a prefill pass of `prefill_s`."""
+    def must_step(
+        self, step: DecodeStep, prefill_s: float, now_s: float, *, after_prefill: bool = False
+    ) -> bool:
+        """Whether `step` goes before a prefill pass of `prefill_s` that would start at `now_s`.
+
+        after_prefill: a prefill pass still runs, so prefill will have had its turn (staging).
+        """
         if self._claim_s >= step.predicted_s:
             return True
         oldest_s = min(t.last_token_s for t in step.requests)
         late = now_s + prefill_s + step.predicted_s - oldest_s > self._settings.itl_bound_s
         rounds = -(-len(self.running) // len(step.requests))
-        return late and self._steps_since_prefill < rounds
+        return late and (after_prefill or self._steps_since_prefill < rounds)
 
     def pass_s_max(self) -> float:
         """Longest prefill pass that keeps the ITL bound right after a step; inf with nothing decoding."""
         step = self.step()
         if step is None:
-            return float("inf")
+            return math.inf
         return max(0.0, self._settings.itl_bound_s - step.predicted_s)
 
     def ran_step(self, elapsed_s: float) -> None:

@@ -51,7 +51,8 @@ def ordered_for(profiles: Profiles, items: Sequence[tuple[int, int]]) -> list[in
 
 
 def _cheapest_cut(items: Sequence[Item], pass_s: Callable[[Sequence[Item]], float], requests_max: int) -> int:
-    count = len(items)
+    unfit = (index for index in range(len(items)) if math.isinf(pass_s(items[index : index + 1])))
+    count = next(unfit, len(items))  # what fits no pass ends the row: the rest is split as if it ended there
     best = [0.0] * (count + 1)
     cut = [0] * count
     for start in range(count - 1, -1, -1):

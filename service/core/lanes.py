@@ -1,8 +1,8 @@
 """Lane and target of a new request.
 
 The lane is a property of the pair (request, instance): short when L, the tokens to compute there, is at most
-max(L_m(H), lane floor). At admission the best instance is the one with most of the prompt cached; the lane
-stays with the request from then on.
+max(L_m(H), lane floor) and fits one pass. At admission the best instance is the one with most of the prompt
+cached; the queue of that lane is the request's from then on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ from service.core.tracked import Tracked
 from service.core.types import Lane, Request
 
 
+def short_tokens_max(instance: Instance, history: int, settings: SchedulerSettings) -> int:
+    """Largest L that counts as short on `instance`, given H cached tokens."""
+    boundary = max(instance.spec.cost.boundary_tokens(history), settings.lane_floor_tokens)
+    return min(boundary, instance.spec.profiles.request_tokens_max)
+
+
 def classify(
     request: Request, instances: Iterable[Instance], settings: SchedulerSettings, seq: int
 ) -> Tracked:
@@ -25,8 +31,8 @@ def classify(
     best = max(cached, key=lambda instance: cached[instance])
     history = cached[best]
     new_tokens = request.prompt_tokens - history
-    boundary = max(best.spec.cost.boundary_tokens(history), settings.lane_floor_tokens)
-    lane = Lane.SHORT if new_tokens <= boundary else Lane.LONG
+    short = new_tokens <= short_tokens_max(best, history, settings)
+    lane = Lane.SHORT if short else Lane.LONG
     service_s = best.pricer.request_s(new_tokens, history)
     target_s = request.ttft_target_s
     if target_s is None:

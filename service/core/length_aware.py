@@ -9,25 +9,34 @@ A pass is built in three steps.
 3. Long fill. Long tokens join the short group only where that is predicted to lower the summed completion
    time: with n shorts in the pass, m requests waiting behind it, and c the cost of a pass,
 
-       n (c(mixed) - c(short)) + (m + 1) (c(mixed) - c(short) - c(long)) < 0
+       (m + 1) (saved - (c(mixed) - c(short))) > n (c(mixed) - c(short))
 
-   that is, where re-reading the weights for a pass of its own costs those behind more than the shorts in
-   front lose. Padding up to the class edge is free by the same test. Without shorts the pass is a long chunk
-   of the size with the best tokens/s among those that block an arriving short, or the next decode step, no
-   longer than allowed; never below the knee, where tokens are not yet paid for, except for a tail.
+   `saved` is the time that the tokens would take later: the whole pass for those that finish a prompt, else
+   their share of the next chunk, since a part taken out of a chunk saves no pass. Padding up to the class
+   edge is free by the same test. The mixed pass never costs a short in it its target. Without shorts the pass
+   is a long chunk of the size with the best tokens/s among those that block an arriving short, or the next
+   decode step, no longer than allowed; never below the knee, where tokens are not yet paid for, except for a
+   tail.
 
-Ageing: a request that waited past the bound leads the pass whatever its lane, with at least a knee of
-tokens. So with d the longest pass and Q the tokens queued before it, it starts within
-age_bound + (Q / knee + 1) d (tests/core/test_length_aware.py).
+A request is short here if what it has to compute here is: a prompt whose cached blocks were evicted while it
+waited goes the way of the long ones.
+
+Ageing: a request that waited past the bound leads the pass whatever its lane, oldest first; each leads once
+until it has waited as long again. While shorts wait an aged request leads every other pass only, so that an
+overload of long ones leaves the shorts their half. So with d the longest pass and its turn of decode, and n
+requests that have waited longer, it starts within age_bound + 2 (n + 1) d where there is room for its KV.
+Where there is none, or too many prompts are in parts, no newcomer overtakes it and the parts lead instead,
+so that they make room.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
 from service.core.grouping import first_group, ordered_for
+from service.core.lanes import short_tokens_max
 from service.core.order import LaneQueue
 from service.core.policy import Instance, KvGate, PassPlan, Plan, PlanItem, Wait
 from service.core.settings import SchedulerSettings
@@ -42,6 +51,8 @@ class LengthAwarePolicy:
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
         self._lanes = {lane: LaneQueue(settings.age_bound_s) for lane in Lane}
+        self._group_candidates = 2 * settings.group_requests_max  # looked at; some may lack room for KV
+        self._led: set[str | None] = set()  # instances whose last pass was led by an aged request
         self._awd: WaitDepth | None = None  # made for the first instance: D needs its knee
 
     # --- the queue ---
@@ -53,6 +64,8 @@ class LengthAwarePolicy:
 
     def remove(self, tracked: Tracked) -> None:
         self._lanes[tracked.lane].remove(tracked)
+        if self._awd is not None and not self._lanes[Lane.SHORT]:
+            self._awd.emptied()
 
     def late(self, now_s: float) -> list[Tracked]:
         return [tracked for queue in self._lanes.values() for tracked in queue.demote(now_s)]
@@ -67,6 +80,8 @@ class LengthAwarePolicy:
         return (self._awd.window_s, round(self._awd.depth_tokens)) if self._awd else (0.0, 0)
 
     def dispatched(self, plan: PassPlan, now_s: float) -> None:
+        instance_id = plan.items[0].tracked.instance_id
+        (self._led.add if plan.reason is Reason.AGED else self._led.discard)(instance_id)
         shorts = sum(item.new_tokens for item in plan.items if item.tracked.lane is Lane.SHORT)
         if self._awd is not None and shorts:
             self._awd.dispatched(shorts, plan.numbers.depth_bound_tokens, now_s)
@@ -79,9 +94,11 @@ class LengthAwarePolicy:
         if not any(self._lanes.values()):
             return None
         gate = KvGate(instance, self._settings, now_s)
-        lead = self._aged_lead(instance, gate, now_s)
-        group = self._short_group(instance, gate, now_s, lead)
-        longs = self._long_candidates(instance, now_s, lead)
+        allowed_s = self._pass_s_max(instance)
+        led = instance.instance_id in self._led and bool(self._lanes[Lane.SHORT])
+        lead = [] if led else self._aged_lead(instance, gate, now_s, allowed_s)
+        shorts, longs = self._candidates(instance, now_s, lead)
+        group = self._short_group(instance, gate, now_s, lead, shorts)
         if lead:
             reason = Reason.AGED
         elif group:
@@ -91,35 +108,68 @@ class LengthAwarePolicy:
             reason = decision
         else:
             reason = Reason.LONG_CHUNK
-        items = self._fill(instance, gate, lead + group, longs)
+        allowed_s = min(allowed_s, self._slack(group, now_s))
+        items = self._fill(instance, gate, lead + group, longs, allowed_s)
         if items:
             return self._finish(instance, items, reason, now_s)
         return Wait(math.inf, Reason.WAITING_FOR_KV) if gate.refused_any else None
 
-    def _aged_lead(self, instance: Instance, gate: KvGate, now_s: float) -> list[PlanItem]:
-        """The one request that has waited longest past the ageing bound, with a chunk at the knee."""
-        aged = [t for queue in self._lanes.values() for t in islice(queue.aged(now_s), FILL_CANDIDATES)]
-        for tracked in sorted(aged, key=lambda t: (t.waiting_since_s, t.seq)):
+    def _aged_lead(self, instance: Instance, gate: KvGate, now_s: float, allowed_s: float) -> list[PlanItem]:
+        """The request that has waited longest past the ageing bound and can run here, with one chunk. Where
+        somebody aged has no room, those in parts here lead: their end makes room."""
+        aged = [t for queue in self._lanes.values() for t in self._first(queue.aged(now_s), instance)]
+        aged.sort(key=lambda t: (t.waiting_since_s, t.seq))
+        for tracked in chain(aged, self._parts_here(instance) if aged else ()):
             new_tokens, history = instance.item_of(tracked)
-            chunk = min(new_tokens, self._chunk_bound(instance, history))
+            chunk = min(new_tokens, self._chunk_bound(instance, history, allowed_s))
             if self._fits(instance, [(chunk, history)]) and gate.admits(tracked, whole=chunk == new_tokens):
                 return [PlanItem(tracked, chunk, history)]
         return []
 
+    def _candidates(
+        self, instance: Instance, now_s: float, lead: list[PlanItem]
+    ) -> tuple[list[Tracked], list[Tracked]]:
+        """(short, long) requests that may join `lead` here: the first of each lane in its order, then those
+        that hold KV here already. They need no room, so there is always somebody who can run."""
+        shorts = self._first(self._lanes[Lane.SHORT].in_order(now_s), instance, self._group_candidates)
+        longs = self._first(self._lanes[Lane.LONG].in_order(now_s), instance)
+        found = dict.fromkeys(chain(shorts, longs, self._parts_here(instance)))
+        for item in lead:
+            found.pop(item.tracked, None)
+        short = {t for t in found if t.lane is Lane.SHORT and self._is_short(instance, t)}
+        return [t for t in found if t in short], [t for t in found if t not in short]
+
+    def _first(
+        self, requests: Iterable[Tracked], instance: Instance, count: int = FILL_CANDIDATES
+    ) -> list[Tracked]:
+        """The first `count` that are not bound elsewhere."""
+        here = (None, instance.instance_id)
+        return list(islice((t for t in requests if t.instance_id in here), count))
+
+    def _parts_here(self, instance: Instance) -> list[Tracked]:
+        """Waiting requests that hold KV here, in order of arrival."""
+        held = (t for t in instance.partial.values() if t in self._lanes[t.lane])
+        return sorted(held, key=lambda t: t.seq)
+
+    def _is_short(self, instance: Instance, tracked: Tracked) -> bool:
+        new_tokens, history = instance.item_of(tracked)
+        return new_tokens <= short_tokens_max(instance, history, self._settings)
+
     def _short_group(
-        self, instance: Instance, gate: KvGate, now_s: float, lead: list[PlanItem]
+        self,
+        instance: Instance,
+        gate: KvGate,
+        now_s: float,
+        lead: list[PlanItem],
+        candidates: list[Tracked],
     ) -> list[PlanItem]:
         """The short requests of the pass, beside an aged `lead`."""
-        leading = {item.tracked.request_id for item in lead}
         found: list[PlanItem] = []
-        for tracked in self._candidates(Lane.SHORT, instance, now_s, 2 * self._settings.group_requests_max):
+        for tracked in candidates:
             if len(found) == min(self._settings.group_requests_max, instance.requests_max - len(lead)):
                 break
-            new_tokens, history = instance.item_of(tracked)
-            if tracked.request_id in leading or not self._fits(instance, [(new_tokens, history)]):
-                continue
             if gate.admits(tracked):
-                found.append(PlanItem(tracked, new_tokens, history))
+                found.append(PlanItem(tracked, *instance.item_of(tracked)))
         order = ordered_for(instance.spec.profiles, [item.size for item in found])
         found = [found[index] for index in order]
         pricer, fixed = instance.pricer, [item.size for item in lead]
@@ -137,16 +187,16 @@ class LengthAwarePolicy:
         self, instance: Instance, group: list[PlanItem], fixed: list[tuple[int, int]], now_s: float
     ) -> list[PlanItem]:
         """Drop requests from the end while the pass would miss a target that a smaller one meets."""
-        queue = self._lanes[Lane.SHORT]
-        targets = [i.tracked.target_s for i in group if queue.is_feasible(i.tracked)]
-        if not targets:
+        allowed_s = self._slack(group, now_s)
+        if math.isinf(allowed_s):
             return group
-        allowed_s = min(targets) - now_s - self._settings.safety_s
-        size = len(group)
-        while size > 1 and instance.pricer.pass_s([*fixed, *(i.size for i in group[:size])]) > allowed_s:
-            size -= 1
-        smaller_meets = instance.pricer.pass_s([*fixed, *(i.size for i in group[:size])]) <= allowed_s
-        return group[:size] if smaller_meets else group
+        queue = self._lanes[Lane.SHORT]
+        targets = [i.tracked.target_s if queue.is_feasible(i.tracked) else math.inf for i in group]
+        tightest = targets.index(min(targets)) + 1
+        for size in range(len(group), tightest - 1, -1):
+            if instance.pricer.pass_s([*fixed, *(i.size for i in group[:size])]) <= allowed_s:
+                return group[:size]
+        return group
 
     def _hold_or_go(
         self, instance: Instance, group: list[PlanItem], now_s: float, *, long_waits: bool
@@ -174,24 +224,13 @@ class LengthAwarePolicy:
         targets = (i.tracked.target_s for i in group if queue.is_feasible(i.tracked))
         return min(targets, default=math.inf) - now_s - self._settings.safety_s
 
-    def _long_candidates(self, instance: Instance, now_s: float, lead: list[PlanItem]) -> list[Tracked]:
-        """Long requests that may run here, in their order."""
-        leading = {item.tracked.request_id for item in lead}
-        found = self._candidates(Lane.LONG, instance, now_s, FILL_CANDIDATES)
-        return [tracked for tracked in found if tracked.request_id not in leading]
-
-    def _candidates(self, lane: Lane, instance: Instance, now_s: float, count: int) -> list[Tracked]:
-        """The first `count` of a lane that are not bound elsewhere, then those that hold KV here already:
-        they need no room, so there is always somebody who can run."""
-        queue = self._lanes[lane]
-        here = (None, instance.instance_id)
-        found = list(islice((t for t in queue.in_order(now_s) if t.instance_id in here), count))
-        chosen = {tracked.request_id for tracked in found}
-        held = (t for t in instance.partial.values() if t.request_id not in chosen and t in queue)
-        return found + sorted(held, key=lambda t: t.seq)
-
     def _fill(
-        self, instance: Instance, gate: KvGate, front: list[PlanItem], longs: list[Tracked]
+        self,
+        instance: Instance,
+        gate: KvGate,
+        front: list[PlanItem],
+        longs: list[Tracked],
+        allowed_s: float,
     ) -> list[PlanItem]:
         """Add long tokens to `front` where it pays; the first chunk of all where there is no front."""
         items = list(front)
@@ -200,47 +239,54 @@ class LengthAwarePolicy:
             if len(items) == instance.requests_max:
                 break
             new_tokens, history = instance.item_of(tracked)
-            sizes = [item.size for item in items]
             chunk = (
-                self._paying_chunk(instance, sizes, new_tokens, history, behind)
+                self._paying_chunk(instance, items, (new_tokens, history), behind, allowed_s)
                 if items
-                else min(new_tokens, self._chunk_bound(instance, history))
+                else min(new_tokens, self._chunk_bound(instance, history, allowed_s))
             )
-            if chunk == 0 or not self._fits(instance, [*sizes, (chunk, history)]):
-                continue
-            if gate.admits(tracked, whole=chunk == new_tokens):
+            if chunk and gate.admits(tracked, whole=chunk == new_tokens):
                 items.append(PlanItem(tracked, chunk, history))
                 behind -= 1
         return items
 
     def _paying_chunk(
-        self, instance: Instance, front: list[tuple[int, int]], new_tokens: int, history: int, behind: int
+        self,
+        instance: Instance,
+        items: list[PlanItem],
+        rest: tuple[int, int],
+        behind: int,
+        allowed_s: float,
     ) -> int:
-        """The chunk with the largest predicted gain beside `front`; 0 if none gains (see the module text)."""
-        pricer = instance.pricer
+        """The chunk of `rest` with the largest predicted gain beside `items`; 0 if none gains (see the
+        module text)."""
+        pricer, front = instance.pricer, [item.size for item in items]
+        new_tokens, history = rest
         front_s = pricer.pass_s(front)
-        allowed_s = max(front_s, self._pass_s_max(instance))
+        allowed_s = max(front_s, allowed_s)
+        later = min(new_tokens, self._chunk_bound(instance, history, allowed_s))
+        later_s = pricer.pass_s([(later, history)])
         best_gain, best = 0.0, 0
         for chunk in pricer.chunk_sizes(sum(new for new, _ in front), new_tokens):
             mixed_s = pricer.pass_s([*front, (chunk, history)])
             if mixed_s > allowed_s:
                 continue
-            alone_s = pricer.pass_s([(chunk, history)])
-            gain = (behind + 1) * (front_s + alone_s - mixed_s) - len(front) * (mixed_s - front_s)
+            whole = chunk == new_tokens
+            saved_s = pricer.pass_s([(chunk, history)]) if whole else later_s * chunk / later
+            added_s = mixed_s - front_s
+            gain = (behind + 1) * (saved_s - added_s) - len(front) * added_s
             if gain > best_gain:
                 best_gain, best = gain, chunk
         return best
 
-    def _chunk_bound(self, instance: Instance, history: int) -> int:
+    def _chunk_bound(self, instance: Instance, history: int, allowed_s: float) -> int:
         """Tokens of a long chunk alone: the best tokens/s within the allowed time, at least the knee."""
         pricer = instance.pricer
-        allowed_s = self._pass_s_max(instance)
         best_rate, best = 0.0, 0
         for edge in pricer.chunk_edges:
             chunk_s = pricer.pass_s([(edge, history)])
-            if math.isinf(chunk_s) or (edge > pricer.knee_tokens and chunk_s > allowed_s):
-                continue
-            if edge / chunk_s >= best_rate or edge <= pricer.knee_tokens:
+            if best >= pricer.knee_tokens and chunk_s > allowed_s:
+                break
+            if math.isfinite(chunk_s) and (best < pricer.knee_tokens or edge / chunk_s >= best_rate):
                 best_rate, best = edge / chunk_s, edge
         return best
 

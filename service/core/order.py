@@ -10,12 +10,15 @@ All moves are amortised O(log n); reading the first k is O(k).
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from itertools import chain
 
 from sortedcontainers import SortedDict, SortedKeyList
 
 from service.core.tracked import Tracked
+
+SWEEP_MIN = 256  # entries; below this a sweep is not worth its time
 
 
 class LaneQueue:
@@ -27,6 +30,7 @@ class LaneQueue:
         self._hopeless: SortedKeyList = SortedKeyList(key=lambda t: (-t.request.priority, t.remaining, t.seq))
         self._by_age: SortedDict = SortedDict()  # (waiting_since_s, seq) -> request
         self._latest_start: list[tuple[float, int, Tracked]] = []  # heap; leavers are dropped lazily
+        self._sweep_at = SWEEP_MIN
         self._place: dict[str, tuple[SortedKeyList, tuple[float, int]]] = {}
         self.tokens = 0  # remaining prompt tokens of all
 
@@ -42,7 +46,8 @@ class LaneQueue:
         self._feasible.add(tracked)
         self._by_age[age] = tracked
         self._place[tracked.request_id] = (self._feasible, age)
-        heapq.heappush(self._latest_start, (tracked.latest_start_s, tracked.seq, tracked))
+        if math.isfinite(tracked.target_s):
+            self._watch(tracked)
         self.tokens += tracked.remaining
 
     def remove(self, tracked: Tracked) -> None:
@@ -64,6 +69,14 @@ class LaneQueue:
             self._place[tracked.request_id] = (self._hopeless, place[1])
             moved.append(tracked)
         return moved
+
+    def _watch(self, tracked: Tracked) -> None:
+        """Note its latest start; when the heap has doubled, entries that are moot are swept out."""
+        if len(self._latest_start) >= self._sweep_at:
+            true = (e for e in self._latest_start if e[2] in self and e[0] == e[2].latest_start_s)
+            self._latest_start = sorted(set(true))  # a sorted list is a heap
+            self._sweep_at = max(SWEEP_MIN, 2 * len(self._latest_start))
+        heapq.heappush(self._latest_start, (tracked.latest_start_s, tracked.seq, tracked))
 
     def aged(self, now_s: float) -> Iterator[Tracked]:
         """Those that waited past the bound, oldest first."""
@@ -91,13 +104,3 @@ class LaneQueue:
     def oldest_wait_s(self, now_s: float) -> float:
         """How long the longest waiter has waited; 0 when empty."""
         return now_s - self._by_age.peekitem(0)[0][0] if self._by_age else 0.0
-
-    def latest_start_s_min(self) -> float | None:
-        """The next latest useful start among the feasible; None if there is none."""
-        while self._latest_start:
-            start_s, _, tracked = self._latest_start[0]
-            place = self._place.get(tracked.request_id)
-            if place is not None and place[0] is self._feasible and tracked.latest_start_s == start_s:
-                return start_s
-            heapq.heappop(self._latest_start)
-        return None

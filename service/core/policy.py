@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engines.types import Pass
+from service.core.admission import misfit
 from service.core.decode import DecodeRule
 from service.core.kv_budget import KvBudget
 from service.core.lifecycle import InstanceState
@@ -32,6 +33,7 @@ class InFlight:
     predicted_s: float
     start_s: float = math.inf
     revoking: bool = False
+    partials_begun: int = 0  # newcomers that will be in parts when it is over
 
     @property
     def end_s(self) -> float:
@@ -51,7 +53,6 @@ class Instance:
         self.running: InFlight | None = None
         self.staged: InFlight | None = None
         self.partial: dict[str, Tracked] = {}  # requests whose prefill KV lives here
-        self.passes_done = 0
 
     @property
     def instance_id(self) -> str:
@@ -60,6 +61,24 @@ class Instance:
     @property
     def requests_max(self) -> int:
         return self.spec.capabilities.requests_max
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prefill rate at the knee."""
+        knee = self.pricer.knee_tokens
+        return knee / self.pricer.pass_s([(knee, 0)])
+
+    def in_pass(self, request_id: str) -> bool:
+        """Whether the request is in the running or the staged pass."""
+        flights = (self.running, self.staged)
+        return any(f is not None and any(i.request_id == request_id for i in f.pass_.items) for f in flights)
+
+    def makes_it_only_unstaged(self, tracked: Tracked, now_s: float) -> bool:
+        """Whether a newcomer meets its target right after the running pass, but not after the staged one."""
+        if self.running is None or self.staged is None:
+            return False
+        end_s = max(now_s, self.running.end_s) + self.pricer.pass_s([self.item_of(tracked)])
+        return end_s <= tracked.target_s < end_s + self.staged.predicted_s
 
     def history_of(self, tracked: Tracked) -> int:
         """H on this instance: what the request has computed here, or what the prefix cache holds of it."""
@@ -71,6 +90,12 @@ class Instance:
         """(new tokens, history) of all that remains of a prompt here."""
         history = self.history_of(tracked)
         return tracked.request.prompt_tokens - history, history
+
+    def may_take(self, tracked: Tracked) -> bool:
+        """Whether the request can run here at all: not bound elsewhere, and no larger than this instance."""
+        if tracked.instance_id is not None:
+            return tracked.instance_id == self.instance_id
+        return misfit(tracked.request, self.spec) is None
 
 
 class KvGate:
@@ -87,6 +112,8 @@ class KvGate:
         self._pending_blocks = 0
         self._closed = False
         self._partials = len(instance.partial)
+        if instance.running is not None:
+            self._partials += instance.running.partials_begun
         self.refused_any = False
 
     def admits(self, tracked: Tracked, *, whole: bool = True) -> bool:
@@ -95,7 +122,7 @@ class KvGate:
         `whole`: the pass finishes its prompt. A part counts against the bound on partial requests.
         """
         instance = self._instance
-        if tracked.instance_id is not None:
+        if tracked.instance_id is not None or not instance.may_take(tracked):
             return tracked.instance_id == instance.instance_id
         if self._closed or (not whole and self._partials >= self._settings.partial_requests_max):
             return False
@@ -117,6 +144,13 @@ class PlanItem:
     @property
     def size(self) -> tuple[int, int]:
         return self.new_tokens, self.history
+
+    @property
+    def begins_partial(self) -> bool:
+        """The first part of a prompt that needs more passes."""
+        return (
+            self.tracked.position == 0 and self.new_tokens + self.history < self.tracked.request.prompt_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +190,7 @@ class PrefillPolicy(Protocol):
         """The plan was carried out; its requests have been removed."""
 
     def late(self, now_s: float) -> list[Tracked]:
-        """Requests whose target came out of reach since the last call."""
+        """Waiting requests whose target came out of reach since the last call."""
 
     def waiting(self) -> Iterator[Tracked]: ...
 

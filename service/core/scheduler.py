@@ -120,7 +120,7 @@ class PrefillScheduler:
 
     def _submit(self, event: Submit, now_s: float) -> None:
         request = event.request
-        if request.request_id in self.live:
+        if request.request_id in self.live or request.request_id in self._unheard:
             raise ValueError(f"request id {request.request_id} is already live")
         self.submitted += 1
         refusal = self._refusal(request, now_s)
@@ -142,10 +142,8 @@ class PrefillScheduler:
             detail = "the service is shutting down"
             return Reject(request.request_id, Outcome.REJECTED_DRAINING, Reason.DRAINING, detail)
         loads = [self.policy.lane_load(lane) for lane in Lane]
-        rates = [1.0 / (i.pricer.pass_s([(i.pricer.knee_tokens, 0)])) for i in self.instances.values()]
-        knees = [i.pricer.knee_tokens for i in self.instances.values()]
-        tokens_per_s = sum(rate * knee for rate, knee in zip(rates, knees, strict=True))
-        load = QueueLoad(sum(n for n, _ in loads), sum(t for _, t in loads), max(tokens_per_s, 1.0))
+        tokens_per_s = max(1.0, sum(i.tokens_per_s for i in self.instances.values()))
+        load = QueueLoad(sum(n for n, _ in loads), sum(t for _, t in loads), tokens_per_s)
         specs = (instance.spec for instance in self.instances.values())
         return self._admission.refusal(request, load, specs, now_s)
 
@@ -165,7 +163,7 @@ class PrefillScheduler:
         if tracked.state in _WAITING:
             self.policy.remove(tracked)
         if instance is not None:
-            if self._in_pass(instance, tracked.request_id):
+            if instance.in_pass(tracked.request_id):
                 self._unheard[tracked.request_id] = instance.instance_id
             else:
                 self._free(instance, tracked.request_id, reason)
@@ -183,37 +181,42 @@ class PrefillScheduler:
         self._outbox.append(Abort(instance.instance_id, request_id, reason))
         instance.kv.release(request_id)
 
-    def _in_pass(self, instance: Instance, request_id: str) -> bool:
-        flights = (instance.running, instance.staged)
-        return any(f is not None and any(i.request_id == request_id for i in f.pass_.items) for f in flights)
-
     # --- passes ---
 
     def _next_pass(self, instance: Instance, now_s: float) -> Wait | None:
         """Start or stage what comes next on `instance`; or say until when to wait."""
         lead_s = self.settings.stage_lead_s
         if instance.running is None:
-            return self._choose(instance, now_s, staged=False)
+            return self._choose(instance, now_s)
         if lead_s == 0.0 or instance.staged is not None or not math.isfinite(instance.running.end_s):
             return None
         if now_s >= instance.running.end_s - lead_s:
-            self._choose(instance, max(now_s, instance.running.end_s), staged=True)
+            self._stage(instance, max(now_s, instance.running.end_s))
             return None
         return Wait(instance.running.end_s - lead_s, Reason.STAGE_LATER)
 
-    def _choose(self, instance: Instance, start_s: float, *, staged: bool) -> Wait | None:
+    def _choose(self, instance: Instance, start_s: float) -> Wait | None:
         plan = self.policy.plan(instance, start_s)
-        step = None if staged else instance.decode.step()
+        step = instance.decode.step()
         if isinstance(plan, PassPlan):
             if step is not None and instance.decode.must_step(step, plan.predicted_s, start_s):
                 self._dispatch_step(instance, step, Reason.DECODE_DUE, start_s)
             else:
-                self._dispatch_prefill(instance, plan, start_s, staged=staged)
+                self._dispatch_prefill(instance, plan, start_s, staged=False)
             return None
         if step is not None:
             self._dispatch_step(instance, step, Reason.DECODE_ONLY, start_s)
             return None
         return plan
+
+    def _stage(self, instance: Instance, start_s: float) -> None:
+        """Stage the next prefill pass behind the running one, unless a decode step is due between them:
+        that is chosen when the running pass is over, since it needs its results."""
+        plan = self.policy.plan(instance, start_s)
+        if isinstance(plan, PassPlan):
+            step, rule = instance.decode.step(), instance.decode
+            if step is None or not rule.must_step(step, plan.predicted_s, start_s, after_prefill=True):
+                self._dispatch_prefill(instance, plan, start_s, staged=True)
 
     def _dispatch_prefill(self, instance: Instance, plan: PassPlan, start_s: float, *, staged: bool) -> None:
         for item in plan.items:
@@ -225,6 +228,7 @@ class PrefillScheduler:
         self.policy.dispatched(plan, start_s)
         items = tuple(PassItem(i.tracked.request_id, i.new_tokens, i.history) for i in plan.items)
         flight = InFlight(self._new_pass(PassKind.PREFILL, items), plan.reason, plan.predicted_s)
+        flight.partials_begun = sum(i.begins_partial for i in plan.items)
         self._send(instance, flight, plan.numbers, start_s, staged=staged)
 
     def _dispatch_step(self, instance: Instance, step: DecodeStep, reason: Reason, start_s: float) -> None:
@@ -247,18 +251,14 @@ class PrefillScheduler:
         self._outbox.append(Dispatch(instance.instance_id, flight.pass_, staged, flight.reason, numbers))
 
     def _revoke_for_arrivals(self, instance: Instance, now_s: float) -> None:
-        """Take a staged pass back when a newcomer makes its target only without it."""
-        flight, running = instance.staged, instance.running
-        if flight is None or running is None or flight.revoking:
+        """Take a staged pass back, once, when a short newcomer makes its target only without it."""
+        flight = instance.staged
+        if flight is None or flight.revoking:
             return
-        for tracked in self._arrivals:
-            if tracked.state is not RequestState.QUEUED or tracked.lane is not Lane.SHORT:
-                continue
-            end_s = max(now_s, running.end_s) + instance.pricer.pass_s([instance.item_of(tracked)])
-            if end_s <= tracked.target_s < end_s + flight.predicted_s:
-                flight.revoking = True
-                self._outbox.append(Revoke(instance.instance_id, flight.pass_.pass_id, Reason.URGENT_ARRIVAL))
-                return
+        fresh = (t for t in self._arrivals if t.state is RequestState.QUEUED and t.lane is Lane.SHORT)
+        if any(instance.makes_it_only_unstaged(tracked, now_s) for tracked in fresh):
+            flight.revoking = True
+            self._outbox.append(Revoke(instance.instance_id, flight.pass_.pass_id, Reason.URGENT_ARRIVAL))
 
     def _started(self, event: PassStarted, now_s: float) -> None:
         instance = self.instances.get(event.instance_id)
@@ -317,8 +317,9 @@ class PrefillScheduler:
     def _wait_again(self, instance: Instance, tracked: Tracked, now_s: float) -> None:
         """Back to the queue after a chunk or a revoked pass."""
         if tracked.request_id in instance.partial:
+            if tracked.state is not RequestState.STAGED:  # a revoked pass did nothing for it: it ages on
+                tracked.waiting_since_s = now_s
             tracked.move(RequestState.PARTIAL)
-            tracked.waiting_since_s = now_s
             tracked.service_s = instance.pricer.request_s(tracked.remaining, tracked.position)
         else:
             instance.kv.release(tracked.request_id)
@@ -337,6 +338,8 @@ class PrefillScheduler:
             tracked = self.live.get(request_id)
             if tracked is None:
                 self._forget_unheard(instance, request_id)
+            elif instance.in_pass(request_id):
+                continue  # its next pass has started already and will answer for it
             elif request_id in event.lost or not self._try_again(tracked, instance, now_s):
                 self._lose(tracked, instance, now_s, Reason.PASS_FAILED, event.error)
 
@@ -356,7 +359,6 @@ class PrefillScheduler:
         instance = self.instances.get(instance_id)
         if instance is None or instance.running is None or instance.running.pass_.pass_id != pass_id:
             return None
-        instance.passes_done += 1
         instance.running, instance.staged = instance.staged, None
         if instance.running is not None:
             for item in instance.running.pass_.items:

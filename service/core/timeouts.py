@@ -12,6 +12,8 @@ from service.core.lifecycle import RequestState
 from service.core.tracked import Tracked
 from service.core.types import Outcome, Reason
 
+SWEEP_MIN = 256  # entries; below this a sweep is not worth its time
+
 
 @dataclass(frozen=True, slots=True)
 class Timeout:
@@ -27,11 +29,21 @@ class Timeout:
 
 
 class Timeouts:
+    """A heap as large as what is live asks for: when it has doubled, moot entries are swept out."""
+
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timeout]] = []
         self._order = count()
+        self._sweep_at = SWEEP_MIN
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def add(self, time_s: float, timeout: Timeout) -> None:
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [entry for entry in self._heap if not entry[2].moot]
+            heapq.heapify(self._heap)
+            self._sweep_at = max(SWEEP_MIN, 2 * len(self._heap))
         heapq.heappush(self._heap, (time_s, next(self._order), timeout))
 
     def due(self, now_s: float) -> Iterator[Timeout]:

@@ -124,6 +124,10 @@ class WaitDepth:
         self.depth_tokens += 0.5 * (goal - self.depth_tokens)
         self._opened_s = None
 
+    def emptied(self) -> None:
+        """Nobody short waits any more: the opportunity is over, whether it was used or cancelled."""
+        self._opened_s = None
+
     def _window(self, queue: ShortQueue, now_s: float) -> float:
         rate = self._rate.tokens_per_s(now_s)
         missing = max(0.0, self.depth_tokens - queue.tokens)

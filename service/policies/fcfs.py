@@ -3,7 +3,7 @@
 What SGLang (`--chunked-prefill-size`, fcfs order) and vLLM V1 (`max_num_batched_tokens`, chunked prefill) do
 by default: every pass takes requests in arrival order until its token budget is full; the one that does not
 fit is cut, and goes on first in the next pass. No lanes, no targets, no window. A newcomer whose KV does not
-fit holds back those behind it.
+fit holds back the newcomers behind it; those that hold KV already go on, or nobody could.
 """
 
 from __future__ import annotations
@@ -52,16 +52,9 @@ class FcfsPolicy:
     def plan(self, instance: Instance, now_s: float) -> Plan:
         budget = min(self._settings.budget_tokens, instance.spec.profiles.tokens_max)
         items: list[PlanItem] = []
-        blocks = 0
-        for tracked in self._waiting.values():
+        for tracked in self._with_room(instance):
             if budget == 0 or len(items) == instance.requests_max:
                 break
-            if tracked.instance_id not in (None, instance.instance_id):
-                continue
-            if tracked.instance_id is None:
-                if not instance.kv.fits(tracked.kv_tokens_max, blocks):
-                    break
-                blocks += instance.kv.blocks_for(tracked.kv_tokens_max)
             new_tokens, history = instance.item_of(tracked)
             chunk = min(new_tokens, budget, instance.spec.profiles.request_tokens_max)
             item = PlanItem(tracked, chunk, history)
@@ -78,6 +71,20 @@ class FcfsPolicy:
             queued_long_tokens=self._load[Lane.LONG][1],
         )
         return PassPlan(tuple(items), Reason.BUDGET_FILLED, predicted_s, numbers)
+
+    def _with_room(self, instance: Instance) -> Iterator[Tracked]:
+        """In arrival order: all up to the first newcomer without room for its KV, then those with KV here."""
+        blocks = 0
+        for tracked in self._waiting.values():
+            if not instance.may_take(tracked):
+                continue
+            if tracked.instance_id is None:
+                if not instance.kv.fits(tracked.kv_tokens_max, blocks):
+                    held = (t for t in instance.partial.values() if t.seq > tracked.seq)
+                    yield from sorted((t for t in held if t.seq in self._waiting), key=lambda t: t.seq)
+                    return
+                blocks += instance.kv.blocks_for(tracked.kv_tokens_max)
+            yield tracked
 
     def _count(self, tracked: Tracked, sign: int) -> None:
         load = self._load[tracked.lane]
