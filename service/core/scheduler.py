@@ -68,6 +68,7 @@ class PrefillScheduler:
         self._arrivals: list[Tracked] = []  # since the last poll
         self._outbox: list[Command] = []
         self._next_pass_id = 1
+        self._no_instance_since_s = -math.inf
         self._handlers: Mapping[type[Event], Callable[..., None]] = {
             Submit: self._submit,
             Cancel: self._cancel,
@@ -94,6 +95,15 @@ class PrefillScheduler:
             if self.settings.late_policy is LatePolicy.REFUSE and tracked.state is RequestState.QUEUED:
                 self._reject(tracked, Outcome.REJECTED_LATE, Reason.TARGET_UNREACHABLE, now_s)
         wake_s, why = self._timeouts.next_s, Reason.DEADLINE_PASSED
+        if not self.instances and self.live:
+            given_up_s = self._no_instance_since_s + self.settings.no_instance_s_max
+            if now_s >= given_up_s:
+                for tracked in list(self.live.values()):
+                    self._reject(
+                        tracked, Outcome.ENGINE_FAILED, Reason.NO_INSTANCE, now_s, "no instance is up"
+                    )
+            elif given_up_s < wake_s:
+                wake_s, why = given_up_s, Reason.NO_INSTANCE
         for instance in self.instances.values():
             self._revoke_for_arrivals(instance, now_s)
             wait = self._next_pass(instance, now_s)
@@ -404,6 +414,7 @@ class PrefillScheduler:
             return
         for request_id in [r for r, i in self._unheard.items() if i == event.instance_id]:
             del self._unheard[request_id]
+        self._no_instance_since_s = now_s
         mine = [t for t in self.live.values() if t.instance_id == event.instance_id]
         for tracked in sorted(mine, key=lambda t: t.seq):
             self._lose(tracked, instance, now_s, Reason.INSTANCE_LOST, event.error)

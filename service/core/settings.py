@@ -59,6 +59,7 @@ class SchedulerSettings:
     queue_requests_max: int = 1024
     queue_tokens_max: int = 524_288
     queue_age_s_max: float = 60.0  # a request that has not started by then is refused
+    no_instance_s_max: float = 2.0  # with no instance up, live requests are given up after this
     retry_after_s: float = 1.0  # told to refused clients when no better estimate is at hand
 
     def __post_init__(self) -> None:
