@@ -1,0 +1,113 @@
+"""Engines under the contract: the simulated one with several capabilities, OpenVINO with a tiny random model.
+
+All are small alike, so that one suite can fill them: passes of at most 64 new tokens, contexts of 192 tokens,
+24 blocks of 8 tokens or 40 of 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from engines.base import Engine
+from engines.cost_model import CostModel
+from engines.profiles import Profiles
+from engines.simulated import SimulatedEngine, SimulatedModel
+from engines.types import Capabilities, Chunking, DecodeMode, Layout, Padding
+
+if TYPE_CHECKING:
+    from engines.openvino_model import PackedModel
+
+VOCABULARY = 97  # of the tiny model; prompts of the suite stay inside it
+_OPENVINO_BLOCKS = 40
+_T_CLASSES = (8, 16, 32, 64)
+_COST = CostModel(1e-5, 1e-5, 1e-9, 1e-6, 0.0, 1e-8, origin="made up: quick to sleep through")
+
+
+def simulated(profiles: Profiles) -> Engine:
+    capabilities = Capabilities(
+        layout=profiles.layout,
+        padding=profiles.padding,
+        chunking=Chunking.EXTERNAL,
+        merges_lanes=False,
+        decode=DecodeMode.ALTERNATES,
+        requests_max=4,
+        context_tokens_max=192,
+        block_tokens=8,
+        kv_blocks_total=24,
+    )
+    return SimulatedEngine(SimulatedModel(capabilities, profiles, _COST), sleep=lambda seconds: None)
+
+
+def packed_unpadded(directory: Path) -> Engine:
+    return simulated(Profiles(Layout.PACKED, Padding.NOTHING, _T_CLASSES))
+
+
+def packed_classes(directory: Path) -> Engine:
+    return simulated(Profiles(Layout.PACKED, Padding.CLASS, _T_CLASSES, (0, 64, 192, 768), block_mask=True))
+
+
+def rectangular_cells(directory: Path) -> Engine:
+    cells = tuple((length, rows) for length in _T_CLASSES for rows in (1, 2, 4) if length * rows <= 64)
+    return simulated(Profiles(Layout.RECTANGULAR, Padding.CELL, _T_CLASSES, cells=cells))
+
+
+def rectangular_classes(directory: Path) -> Engine:
+    return simulated(Profiles(Layout.RECTANGULAR, Padding.CLASS, _T_CLASSES))
+
+
+def openvino(directory: Path) -> Engine:
+    """A random two-layer Llama. It is built and compiled once a directory, each engine has its own blocks."""
+    pytest.importorskip("openvino")
+    from engines.openvino_cpu import BLOCK_TOKENS, OpenVinoCpuEngine
+
+    profiles = Profiles(Layout.PACKED, Padding.CLASS, (16, 64), (0, 192, 768), block_mask=True)
+    return OpenVinoCpuEngine(_compiled(directory), profiles, _OPENVINO_BLOCKS * BLOCK_TOKENS)
+
+
+@cache
+def _compiled(directory: Path) -> PackedModel:
+    from engines.openvino_cpu import REQUESTS_MAX
+    from engines.openvino_model import MODEL_XML, PackedModel
+
+    path = directory / MODEL_XML
+    _write_tiny_model(path)
+    return PackedModel(path, blocks=_OPENVINO_BLOCKS, rows_max=REQUESTS_MAX, threads=1, precision="f32")
+
+
+def _write_tiny_model(path: Path) -> None:
+    import numpy as np
+
+    from build_scripts.gguf_model import LlamaConfig, weight_shapes
+    from build_scripts.graph import build_graph, save_graph
+
+    config = LlamaConfig(
+        layers=2,
+        hidden=16,
+        ff=32,
+        heads=4,
+        kv_heads=2,
+        head_dim=4,
+        vocab=VOCABULARY,
+        context_tokens=192,
+        rope_base=1e4,
+        norm_eps=1e-5,
+    )
+    rng = np.random.default_rng(0)
+    weights = {
+        name: rng.normal(0.0, 0.3, shape).astype(np.float32) for name, shape in weight_shapes(config).items()
+    }
+    save_graph(build_graph(config, weights), path)
+
+
+FACTORIES: Mapping[str, Callable[[Path], Engine]] = {
+    "packed_unpadded": packed_unpadded,
+    "packed_classes": packed_classes,
+    "rectangular_cells": rectangular_cells,
+    "rectangular_classes": rectangular_classes,
+    "openvino": openvino,
+}

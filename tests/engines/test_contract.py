@@ -1,0 +1,433 @@
+"""The contract of `engines.base.Engine`, the same for every adapter (see `factories.FACTORIES`).
+
+Requests ignore end-of-sequence here, so their length is known. What an engine computes is its own affair; the
+contract is about positions, budgets, blocks and errors, and that tokens depend on the request alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+import pytest
+from factories import FACTORIES, VOCABULARY
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from engines.base import Engine, EngineError
+from engines.types import (
+    BlocksStored,
+    EngineRequest,
+    FinishReason,
+    ItemResult,
+    Pass,
+    PassItem,
+    PassKind,
+    PassResult,
+    Sampling,
+)
+
+_pass_ids = count(1)
+
+
+@pytest.fixture(params=list(FACTORIES))
+def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Engine]:
+    """Makes fresh engines of one adapter."""
+    directory = tmp_path_factory.getbasetemp() / f"contract_{request.param}"
+    directory.mkdir(exist_ok=True)
+    return partial(FACTORIES[request.param], directory)
+
+
+@pytest.fixture
+def engine(make: Callable[[], Engine]) -> Iterator[Engine]:
+    made = make()
+    yield made
+    made.close()
+
+
+def prompt(tokens: int, family: int = 0) -> tuple[int, ...]:
+    """Prompts of one family begin alike."""
+    return tuple((family * 31 + position * 7 + position // 5) % VOCABULARY for position in range(tokens))
+
+
+def asked(request_id: str, tokens: int, max_new_tokens: int = 1, family: int = 0) -> EngineRequest:
+    return EngineRequest(request_id, prompt(tokens, family), max_new_tokens, Sampling(ignore_eos=True))
+
+
+def prefill(engine: Engine, *items: tuple[str, int, int]) -> PassResult:
+    """Execute (request id, new tokens, history) as one pass."""
+    made = tuple(PassItem(request_id, new, past) for request_id, new, past in items)
+    return engine.execute(Pass(next(_pass_ids), PassKind.PREFILL, made))
+
+
+def decode(engine: Engine, *items: tuple[str, int]) -> PassResult:
+    """Execute (request id, history) as one decode pass."""
+    made = tuple(PassItem(request_id, 1, past) for request_id, past in items)
+    return engine.execute(Pass(next(_pass_ids), PassKind.DECODE, made))
+
+
+def generate(engine: Engine, request: EngineRequest, chunk: int = 64) -> tuple[list[int], list[ItemResult]]:
+    """Run one request to its end, alone, in chunks: its tokens and the result of every pass."""
+    engine.submit(request)
+    results: list[ItemResult] = []
+    position = 0
+    while not results or results[-1].finish is None:
+        if results and results[-1].token is not None:
+            result = decode(engine, (request.request_id, position))
+        else:
+            new = min(chunk, len(request.token_ids) - position)
+            result = prefill(engine, (request.request_id, new, position))
+        results.append(result.items[0])
+        position = results[-1].position
+    return [r.token for r in results if r.token is not None], results
+
+
+def held_blocks(engine: Engine) -> int:
+    stats = engine.stats()
+    return stats.kv_blocks_total - stats.kv_blocks_free - stats.kv_blocks_cached
+
+
+# --- what it says of itself ---
+
+
+def test_it_is_an_engine_that_says_what_it_is(engine: Engine) -> None:
+    assert isinstance(engine, Engine)
+    limits, stats = engine.capabilities, engine.stats()
+    assert (limits.layout, limits.padding) == (engine.profiles.layout, engine.profiles.padding)
+    assert limits.kv_blocks_total == stats.kv_blocks_total == stats.kv_blocks_free
+    assert (stats.kv_blocks_cached, stats.requests_live, stats.passes_done) == (0, 0, 0)
+
+
+def test_it_takes_as_many_requests_as_it_says(engine: Engine) -> None:
+    limit = engine.capabilities.requests_max
+    ids = [f"r{index}" for index in range(limit + 1)]
+    for family, request_id in enumerate(ids):
+        engine.submit(asked(request_id, 2, family=family))
+    with pytest.raises(ValueError, match="at most"):
+        prefill(engine, *((request_id, 2, 0) for request_id in ids))
+    assert all(r.finish for r in prefill(engine, *((request_id, 2, 0) for request_id in ids[:limit])).items)
+
+
+def test_it_takes_contexts_as_long_as_it_says(engine: Engine) -> None:
+    longest = engine.capabilities.context_tokens_max
+    with pytest.raises(ValueError, match="need"):
+        engine.submit(asked("over", longest - 1, max_new_tokens=2))
+    tokens, results = generate(engine, asked("at", longest - 2, max_new_tokens=2))
+    assert len(tokens) == 2
+    assert results[-1].position == longest - 1
+
+
+# --- prefill ---
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 8, 33])
+def test_chunks_reach_the_position_and_the_tokens_of_one_pass(engine: Engine, chunk: int) -> None:
+    whole, _ = generate(engine, asked("whole", 50, max_new_tokens=4))
+    chunked, results = generate(engine, asked("chunked", 50, max_new_tokens=4), chunk)
+    assert chunked == whole
+    positions = [result.position for result in results]
+    assert positions == sorted(set(positions))  # every pass gets on
+    assert positions[-4] == 50
+
+
+def test_tokens_do_not_depend_on_company(engine: Engine) -> None:
+    alone = {family: generate(engine, asked(f"a{family}", 9 + family, 3, family))[0] for family in range(3)}
+    for family in range(3):
+        engine.submit(asked(f"b{family}", 9 + family, 3, family))
+    items = prefill(engine, *((f"b{family}", 9 + family, 0) for family in range(3))).items
+    tokens = {family: [items[family].token] for family in range(3)}
+    for step in range(2):
+        items = decode(engine, *((f"b{family}", 9 + family + step) for family in range(3))).items
+        for family in range(3):
+            tokens[family].append(items[family].token)
+    assert tokens == alone
+
+
+def test_what_was_computed_before_is_reused_and_reported(engine: Engine) -> None:
+    block = engine.capabilities.block_tokens
+    size = 2 * block
+    _, first = generate(engine, asked("first", size))
+    assert sum(r.reused for r in first) == 0
+    _, second = generate(engine, asked("second", size))
+    assert [r.reused for r in second] == [block]  # the last prompt token is always computed
+    _, longer = generate(engine, asked("longer", size + 1))
+    assert [r.reused for r in longer] == [2 * block]
+    _, stranger = generate(engine, asked("stranger", size, family=3))
+    assert sum(r.reused for r in stranger) == 0
+    for results, tokens in ((second, size), (longer, size + 1)):
+        assert sum(r.computed + r.reused for r in results) == tokens
+
+
+def test_the_budget_counts_from_what_is_cached(engine: Engine) -> None:
+    block = engine.capabilities.block_tokens
+    generate(engine, asked("first", 2 * block + 5))
+    engine.submit(asked("second", 2 * block + 5))
+    result = prefill(engine, ("second", 3, 0)).items[0]
+    assert (result.reused, result.computed, result.position) == (2 * block, 3, 2 * block + 3)
+
+
+def test_a_budget_beyond_the_prompt_stops_at_the_prompt(engine: Engine) -> None:
+    engine.submit(asked("r", 10))
+    result = prefill(engine, ("r", 64, 0)).items[0]
+    assert (result.computed, result.position, result.finish) == (10, 10, FinishReason.LENGTH)
+
+
+# --- decode and the end ---
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 5])
+def test_it_finishes_once_with_the_last_token(engine: Engine, max_new_tokens: int) -> None:
+    tokens, results = generate(engine, asked("r", 12, max_new_tokens))
+    assert len(tokens) == max_new_tokens
+    assert [r.finish for r in results if r.finish] == [FinishReason.LENGTH]
+    assert [r.position for r in results if r.token is not None] == list(range(12, 12 + max_new_tokens))
+    assert engine.stats().requests_live == 0
+    assert held_blocks(engine) == 0
+    with pytest.raises(KeyError):
+        decode(engine, ("r", 12 + max_new_tokens - 1))
+
+
+def test_a_finished_id_may_come_again(engine: Engine) -> None:
+    assert generate(engine, asked("r", 12, 3))[0] == generate(engine, asked("r", 12, 3))[0]
+
+
+# --- cancel ---
+
+
+@pytest.mark.parametrize("phase", ["unknown", "submitted", "partial", "prefilled", "decoding"])
+def test_cancel_frees_everything_in_every_phase(engine: Engine, phase: str) -> None:
+    if phase != "unknown":
+        engine.submit(asked("r", 30, 8))
+    if phase == "partial":
+        prefill(engine, ("r", 10, 0))
+    if phase in ("prefilled", "decoding"):
+        prefill(engine, ("r", 30, 0))
+    if phase == "decoding":
+        decode(engine, ("r", 30))
+    engine.cancel("r")
+    engine.cancel("r")
+    assert held_blocks(engine) == 0
+    assert engine.stats().requests_live == 0
+    with pytest.raises(KeyError):
+        prefill(engine, ("r", 1, 0))
+    assert len(generate(engine, asked("r", 30, 8))[0]) == 8
+
+
+# --- refusals: a clear error, and nothing changes ---
+
+
+@pytest.mark.parametrize(
+    ("request_", "named"),
+    [
+        (EngineRequest("new", (), 1), "empty"),
+        (EngineRequest("new", (1,), 0), "max_new_tokens"),
+        (EngineRequest("known", (1,), 1), "known"),
+        (EngineRequest("new", (1,) * 10_000, 1), "need"),
+    ],
+)
+def test_a_bad_request_is_refused_by_name(engine: Engine, request_: EngineRequest, named: str) -> None:
+    engine.submit(asked("known", 5))
+    before = engine.stats()
+    with pytest.raises(ValueError, match=named):
+        engine.submit(request_)
+    assert engine.stats() == before
+
+
+BAD_PASSES = {
+    "empty": (PassKind.PREFILL, ()),
+    "twice": (PassKind.PREFILL, (PassItem("new", 1, 0), PassItem("new", 1, 0))),
+    "no tokens": (PassKind.PREFILL, (PassItem("new", 0, 0),)),
+    "too large": (PassKind.PREFILL, (PassItem("long", 150, 0),)),
+    "prompt done": (PassKind.PREFILL, (PassItem("done", 1, 5),)),
+    "prompt not done": (PassKind.DECODE, (PassItem("new", 1, 0),)),
+    "two tokens": (PassKind.DECODE, (PassItem("done", 2, 5),)),
+    "good beside bad": (PassKind.PREFILL, (PassItem("new", 1, 0), PassItem("done", 1, 5))),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD_PASSES))
+def test_a_bad_pass_is_refused_whole(engine: Engine, case: str) -> None:
+    for request in (asked("new", 5), asked("long", 150), asked("done", 5, 2)):
+        engine.submit(request)
+    prefill(engine, ("done", 5, 0))
+    before = engine.stats()
+    with pytest.raises(ValueError, match="pass"):
+        engine.execute(Pass(next(_pass_ids), *BAD_PASSES[case]))
+    assert engine.stats() == before
+
+
+def test_an_unknown_request_is_a_key_error(engine: Engine) -> None:
+    engine.submit(asked("known", 5))
+    with pytest.raises(KeyError):
+        prefill(engine, ("known", 5, 0), ("unknown", 1, 0))
+    assert held_blocks(engine) == 0
+
+
+def test_a_request_without_memory_fails_alone(engine: Engine) -> None:
+    """One block is left: a request that needs two does not take it, and the next of its pass gets it."""
+    block, total = engine.capabilities.block_tokens, engine.capabilities.kv_blocks_total
+    for index in range(total - 1):
+        engine.submit(asked(f"filler{index}", block, family=index))
+        prefill(engine, (f"filler{index}", block - 1, 0))
+    engine.submit(asked("victim", block + 1, family=91))
+    engine.submit(asked("small", 1, 2, family=92))
+    failed, served = prefill(engine, ("victim", block + 1, 0), ("small", 1, 0)).items
+    assert failed.error is not None
+    assert (failed.token, failed.computed) == (None, 0)
+    assert (served.error, served.position) == (None, 1)
+    assert held_blocks(engine) == total
+    engine.cancel("victim")
+    engine.cancel("small")
+    engine.cancel("filler0")
+    assert len(generate(engine, asked("victim", block + 1, family=91))[0]) == 1
+
+
+# --- the prefix cache ---
+
+
+def test_events_tell_what_is_cached(engine: Engine) -> None:
+    generate(engine, asked("r", 3 * engine.capabilities.block_tokens))
+    stored = [value for event in engine.kv_events() for value in event.block_hashes]
+    assert len(stored) == len(set(stored)) == engine.stats().kv_blocks_cached == 3
+    assert engine.kv_events() == ()
+
+
+def test_close_gives_everything_back(engine: Engine) -> None:
+    engine.submit(asked("r", 30, 8))
+    prefill(engine, ("r", 10, 0))
+    engine.close()
+    engine.close()
+    assert held_blocks(engine) == 0
+    with pytest.raises(EngineError):
+        engine.submit(asked("s", 30))
+    with pytest.raises(EngineError):
+        prefill(engine, ("r", 10, 10))
+
+
+# --- random operation ---
+
+
+@dataclass
+class Known:
+    """What the test knows of a live request."""
+
+    prompt_tokens: int
+    max_new_tokens: int
+    position: int = 0
+    generated: int = 0
+    started: bool = False
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """`mirror` is what the events say is cached."""
+
+    def __init__(self, make: Callable[[], Engine]) -> None:
+        super().__init__()
+        self.engine = make()
+        self.mirror: set[int] = set()
+        self.names = count()
+        self.live: dict[str, Known] = {}
+
+    @rule(tokens=st.integers(1, 150), max_new_tokens=st.integers(1, 6), family=st.integers(0, 2))
+    def submit(self, tokens: int, max_new_tokens: int, family: int) -> None:
+        request_id = f"h{next(self.names)}"
+        self.engine.submit(asked(request_id, tokens, max_new_tokens, family))
+        self.live[request_id] = Known(tokens, max_new_tokens)
+
+    @rule(data=st.data(), budget=st.integers(1, 64))
+    def prefill(self, data: st.DataObject, budget: int) -> None:
+        waiting = [i for i, known in self.live.items() if known.generated == 0]
+        if waiting:
+            chosen = data.draw(st.lists(st.sampled_from(waiting), min_size=1, max_size=3, unique=True))
+            self._execute(PassKind.PREFILL, chosen, budget)
+
+    @rule(data=st.data())
+    def decode(self, data: st.DataObject) -> None:
+        decoding = [i for i, known in self.live.items() if known.generated > 0]
+        if decoding:
+            chosen = data.draw(st.lists(st.sampled_from(decoding), min_size=1, max_size=3, unique=True))
+            self._execute(PassKind.DECODE, chosen, 1)
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if self.live:
+            request_id = data.draw(st.sampled_from(list(self.live)))
+            self.engine.cancel(request_id)
+            del self.live[request_id]
+
+    def _execute(self, kind: PassKind, ids: list[str], budget: int) -> None:
+        items = tuple(PassItem(i, budget, self.live[i].position) for i in ids)
+        before = self.engine.stats()
+        try:
+            result = self.engine.execute(Pass(next(_pass_ids), kind, items))
+        except ValueError:
+            known = [self.live[i] for i in ids]
+            left = [budget if kind is PassKind.DECODE else k.prompt_tokens - k.position for k in known]
+            sizes = [(min(budget, rest), k.position) for rest, k in zip(left, known, strict=True)]
+            assert self.engine.profiles.executed(sizes) is None
+            assert self.engine.stats() == before
+            return
+        assert [item.request_id for item in result.items] == ids
+        assert result.kind is kind
+        assert sum(item.computed for item in result.items) <= result.executed_tokens
+        assert result.executed_tokens <= self.engine.profiles.tokens_max
+        assert result.elapsed_s >= 0.0
+        for item in result.items:
+            self._check_item(item, kind, budget)
+
+    def _check_item(self, item: ItemResult, kind: PassKind, budget: int) -> None:
+        known = self.live[item.request_id]
+        if item.error is not None:
+            assert (item.computed, item.token, item.finish) == (0, None, None)
+            del self.live[item.request_id]
+            return
+        assert 1 <= item.computed <= budget
+        assert item.position == known.position + item.reused + item.computed
+        assert item.reused == 0 or not known.started
+        assert item.reused % self.engine.capabilities.block_tokens == 0
+        known.started = True
+        known.position = item.position
+        done = item.position >= known.prompt_tokens
+        assert (item.token is not None) == done
+        known.generated += done
+        if kind is PassKind.DECODE or done:
+            assert item.position == known.prompt_tokens + known.generated - 1
+        assert (item.finish is not None) == (known.generated == known.max_new_tokens)
+        if item.finish is not None:
+            del self.live[item.request_id]
+
+    @invariant()
+    def accounts_agree(self) -> None:
+        stats, block = self.engine.stats(), self.engine.capabilities.block_tokens
+        assert stats.requests_live == len(self.live)
+        assert 0 <= held_blocks(self.engine) <= sum(-(-k.position // block) for k in self.live.values())
+        for event in self.engine.kv_events():
+            change = set(event.block_hashes)
+            if isinstance(event, BlocksStored):
+                assert not self.mirror & change
+                self.mirror |= change
+            else:
+                assert change <= self.mirror
+                self.mirror -= change
+        assert stats.kv_blocks_cached <= len(self.mirror)
+
+    def teardown(self) -> None:
+        for request_id in self.live:
+            self.engine.cancel(request_id)
+        self.live.clear()
+        self.accounts_agree()
+        assert held_blocks(self.engine) == 0
+        assert self.engine.stats().kv_blocks_cached == len(self.mirror)
+        self.engine.close()
+
+
+def test_nothing_leaks_whatever_happens(make: Callable[[], Engine]) -> None:
+    run_state_machine_as_test(
+        lambda: EngineMachine(make),
+        settings=settings(
+            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
