@@ -105,6 +105,9 @@ class Observer(Protocol):
 
     def pass_finished(self, pass_: Pass, result: PassResult, start_s: float, end_s: float) -> None: ...
 
+    def pass_lost(self, pass_: Pass, reason: Reason, detail: str, start_s: float, end_s: float) -> None:
+        """A dispatched pass that never finishes: revoked before it started, failed, or its instance lost."""
+
     def ended(self, record: RequestRecord) -> None: ...
 
 

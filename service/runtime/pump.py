@@ -178,12 +178,13 @@ class Pump:
                 self._pass_started(instance_id, pass_id, now_s)
             case PassFinished(instance_id, result):
                 self._pass_finished(instance_id, result, now_s)
-            case PassFailed(instance_id, pass_id):
-                del self._passes[instance_id, pass_id]
+            case PassFailed(instance_id, pass_id, _, error):
+                self._pass_lost(instance_id, pass_id, Reason.PASS_FAILED, error, now_s)
             case PassRevoked(instance_id, pass_id):
-                self._pass_revoked(instance_id, pass_id)
-            case InstanceDown(instance_id):
-                self._passes = {key: sent for key, sent in self._passes.items() if key[0] != instance_id}
+                self._pass_revoked(instance_id, pass_id, now_s)
+            case InstanceDown(instance_id, error):
+                for pass_id in [key[1] for key in self._passes if key[0] == instance_id]:
+                    self._pass_lost(instance_id, pass_id, Reason.INSTANCE_LOST, error, now_s)
             case _:
                 pass
         if self._event_log is not None:
@@ -290,12 +291,18 @@ class Pump:
         for observer in self._observers:
             observer.pass_finished(sent.pass_, result, sent.start_s, now_s)
 
-    def _pass_revoked(self, instance_id: str, pass_id: int) -> None:
+    def _pass_revoked(self, instance_id: str, pass_id: int, now_s: float) -> None:
         """The worker never heard of the requests that the pass would have brought."""
-        for request_id in self._passes.pop((instance_id, pass_id)).new_ids:
+        for request_id in self._pass_lost(instance_id, pass_id, Reason.URGENT_ARRIVAL, "", now_s).new_ids:
             handle = self._handles.get(request_id)
             if handle is not None:
                 handle.known_on = None
+
+    def _pass_lost(self, instance_id: str, pass_id: int, reason: Reason, detail: str, now_s: float) -> Sent:
+        sent = self._passes.pop((instance_id, pass_id))
+        for observer in self._observers:
+            observer.pass_lost(sent.pass_, reason, detail, sent.start_s, now_s)
+        return sent
 
     def _token(self, handle: Handle, token_id: int, now_s: float, pass_s: float) -> None:
         record = handle.record
