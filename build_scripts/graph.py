@@ -40,6 +40,7 @@ from engines.openvino_model import BLOCK_TOKENS, MODEL_FACTS_KEY
 if TYPE_CHECKING:
     from openvino import Model, Node
 
+_FIXED_POINT_ONE = 2.0**30
 _MASKED = -1e9  # finite, and in the range of bfloat16
 _TOKEN_INPUTS = ("tok", "pos", "q_seg")
 _HISTORY_INPUTS = ("h_slot", "h_seg", "h_pos")
@@ -170,11 +171,15 @@ def _mask(graph: _Graph, inputs: dict[str, Node]) -> Node:
 
 
 def _rope_table(graph: _Graph, function: Any, pos: Node) -> Node:
-    """cos or sin of position * base^(-2i / head_dim), from a table: bfloat16 can't hold large positions."""
-    config = graph.config
+    """cos or sin of position * base^(-2i / head_dim), from a table: bfloat16 can't hold large positions.
+
+    The table is fixed-point, because a float32 one would be rounded to float16 in the file.
+    """
+    ops, config = graph.ops, graph.config
     frequency = config.rope_base ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
-    table = function(np.arange(config.context_tokens)[:, None] * frequency).astype(np.float32)
-    return graph.unsqueeze(graph.ops.gather(graph.ops.constant(table), pos, graph.ints(0)), 1)
+    table = function(np.arange(config.context_tokens)[:, None] * frequency) * _FIXED_POINT_ONE
+    rows = ops.convert(ops.gather(graph.ints(np.rint(table)), pos, graph.ints(0)), "f32")
+    return graph.unsqueeze(ops.multiply(rows, graph.float(1.0 / _FIXED_POINT_ONE)), 1)
 
 
 def _rope(graph: _Graph, shared: _Shared, x: Node) -> Node:

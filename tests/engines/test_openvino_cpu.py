@@ -1,0 +1,437 @@
+"""The embedded engine on a tiny random model: same tokens however it is driven, all blocks accounted for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("openvino")
+
+from engines.base import Engine, EngineError, PassError
+from engines.openvino_cpu import BLOCK_TOKENS, DEFAULT_PROFILES, REQUESTS_MAX, OpenVinoCpuEngine
+from engines.profiles import Profiles
+from engines.types import (
+    BlocksRemoved,
+    BlocksStored,
+    EngineRequest,
+    FinishReason,
+    ItemResult,
+    Layout,
+    Padding,
+    Pass,
+    PassItem,
+    PassKind,
+    PassResult,
+    Sampling,
+)
+from tests.engines import oracle
+
+CONFIG = replace(oracle.TINY, eos_id=7)
+WEIGHTS = oracle.random_model(CONFIG)
+PROFILES = Profiles(Layout.PACKED, Padding.CLASS, (4, 16, 64, 128), (0, 96, 512), block_mask=True)
+NEAR_TIE = 1e-3  # logits closer than this may change places
+GREEDY = Sampling(ignore_eos=True)
+
+Load = Callable[..., OpenVinoCpuEngine]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return oracle.write_model(tmp_path_factory.mktemp("bundle"), CONFIG, WEIGHTS).parent
+
+
+@pytest.fixture
+def load(bundle: Path) -> Iterator[Load]:
+    """Loads engines in f32 and checks at the end of the test that none of them leaks."""
+    engines: list[OpenVinoCpuEngine] = []
+
+    def load(blocks: int = 48, precision: str = "f32") -> OpenVinoCpuEngine:
+        engine = OpenVinoCpuEngine.load(
+            bundle, PROFILES, threads=1, precision=precision, kv_capacity_tokens=blocks * BLOCK_TOKENS
+        )
+        engines.append(engine)
+        return engine
+
+    yield load
+    for engine in engines:
+        engine.close()
+        stats = engine.stats()
+        assert stats.requests_live == 0
+        assert stats.kv_blocks_free + stats.kv_blocks_cached == stats.kv_blocks_total
+
+
+@pytest.fixture(scope="module")
+def shared(bundle: Path) -> OpenVinoCpuEngine:
+    """One engine for many examples: what they leave in its cache is part of the test."""
+    return OpenVinoCpuEngine.load(bundle, PROFILES, threads=1, precision="f32", kv_capacity_tokens=2048)
+
+
+@dataclass
+class Driver:
+    """Runs passes and keeps what came out. Ids are made unique, so that engines can be shared."""
+
+    engine: Engine
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    results: dict[str, list[ItemResult]] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def submit(self, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY) -> str:
+        request_id = f"{id(self)}-{next(self._numbers)}"
+        self.engine.submit(EngineRequest(request_id, tuple(prompt), count, sampling))
+        self.answers[request_id], self.results[request_id] = [], []
+        return request_id
+
+    def prefill(self, *items: tuple[str, int]) -> PassResult:
+        return self._run(PassKind.PREFILL, [PassItem(i, n, self._position(i)) for i, n in items])
+
+    def decode(self, *request_ids: str) -> PassResult:
+        return self._run(PassKind.DECODE, [PassItem(i, 1, self._position(i)) for i in request_ids])
+
+    def finish(self, request_id: str) -> list[int]:
+        """Run a request alone to its end."""
+        while not self.answers[request_id]:
+            self.prefill((request_id, 64))
+        while self.results[request_id][-1].finish is None:
+            self.decode(request_id)
+        return self.answers[request_id]
+
+    def _position(self, request_id: str) -> int:
+        results = self.results[request_id]
+        return results[-1].position if results else 0
+
+    def _run(self, kind: PassKind, items: list[PassItem]) -> PassResult:
+        result = self.engine.execute(Pass(next(self._numbers), kind, tuple(items)))
+        for item in result.items:
+            self.results[item.request_id].append(item)
+            if item.token is not None:
+                self.answers[item.request_id].append(item.token)
+        return result
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, CONFIG.vocab, length).tolist()
+
+
+def assert_greedy(tokens: list[int], prompt: Sequence[int]) -> None:
+    """`tokens` are what the oracle says, up to the first near tie."""
+    for found, (expected, lead) in zip(
+        tokens, oracle.greedy(CONFIG, WEIGHTS, prompt, len(tokens)), strict=True
+    ):
+        if lead < NEAR_TIE:
+            return
+        assert found == expected
+
+
+# --- the same tokens ---
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_tokens_do_not_depend_on_batching_chunking_padding_or_reuse(
+    shared: OpenVinoCpuEngine, data: st.DataObject
+) -> None:
+    driver = Driver(shared)
+    # Few seeds: prompts of one seed are prefixes of each other, so examples find each other's blocks.
+    shapes = data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90)), min_size=1, max_size=4))
+    prompts = [prompt(seed, 90)[:length] for seed, length in shapes]
+    waiting = [driver.submit(tokens, 4) for tokens in prompts]
+    everything, running = list(waiting), []
+    while waiting or running:
+        if waiting and (not running or data.draw(st.booleans())):
+            chunks = [(i, data.draw(st.integers(1, 40))) for i in waiting[: data.draw(st.integers(1, 3))]]
+            result = driver.prefill(*chunks)
+        else:
+            result = driver.decode(*running[: data.draw(st.integers(1, len(running)))])
+        for item in result.items:
+            if item.token is not None and result.kind is PassKind.PREFILL:
+                waiting.remove(item.request_id)
+                running.append(item.request_id)
+            if item.finish is not None:
+                running.remove(item.request_id)
+    for request_id, tokens in zip(everything, prompts, strict=True):
+        assert_greedy(driver.answers[request_id], tokens)
+
+
+def test_reuse_skips_cached_blocks_and_changes_no_token(load: Load) -> None:
+    driver = Driver(load())
+    tokens = prompt(1, 100)
+    first, second = driver.submit(tokens, 3), driver.submit(tokens, 3)
+    fresh = driver.finish(first)
+    assert driver.finish(second) == fresh
+    assert_greedy(fresh, tokens)
+    assert [driver.results[i][0].reused for i in (first, second)] == [0, 96]
+    assert driver.results[second][0].computed == 4
+    assert driver.results[second][0].position == 100
+
+
+def test_answers_are_reused_too(load: Load) -> None:
+    driver = Driver(load())
+    first = driver.submit(tokens := prompt(2, 30), 40)
+    conversation = tokens + driver.finish(first)
+    second = driver.submit([*conversation, 1, 2, 3], 1)
+    driver.finish(second)
+    assert driver.results[second][0].reused == 64  # of the 69 tokens whose KV was computed
+    assert_greedy(driver.answers[second], [*conversation, 1, 2, 3])
+
+
+def test_the_last_prompt_token_is_always_computed(load: Load) -> None:
+    driver = Driver(load())
+    tokens = prompt(3, 2 * BLOCK_TOKENS)
+    driver.finish(driver.submit(tokens, 1))
+    again = driver.submit(tokens, 1)
+    result = driver.prefill((again, 64)).items[0]
+    assert (result.reused, result.computed) == (BLOCK_TOKENS, BLOCK_TOKENS)
+    assert result.token is not None
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+def test_two_engines_give_the_same_tokens(load: Load, precision: str) -> None:
+    def tokens() -> list[int]:
+        driver = Driver(load(precision=precision))
+        ids = [
+            driver.submit(prompt(seed, 40), 6, Sampling(temperature=1.0, seed=seed, ignore_eos=True))
+            for seed in range(3)
+        ]
+        driver.prefill(*((i, 40) for i in ids))
+        return [token for i in ids for token in driver.finish(i)]
+
+    assert tokens() == tokens()
+
+
+def test_sampling_does_not_depend_on_the_batch(load: Load) -> None:
+    sampling = Sampling(temperature=0.8, top_p=0.9, seed=11, ignore_eos=True)
+    driver = Driver(load())
+    alone = driver.finish(driver.submit(prompt(5, 20), 5, sampling))
+    batched = [driver.submit(prompt(seed, 20), 5, sampling) for seed in (6, 5, 8)]
+    driver.prefill(*((i, 20) for i in batched))
+    for _ in range(4):
+        driver.decode(*batched)
+    assert driver.answers[batched[1]] == alone
+    assert driver.answers[batched[0]] != alone
+
+
+# --- ends ---
+
+
+def test_an_answer_ends_at_its_length(load: Load) -> None:
+    driver = Driver(load())
+    one, three = driver.submit(prompt(1, 9), 1), driver.submit(prompt(2, 9), 3)
+    result = driver.prefill((one, 9), (three, 9))
+    assert [item.finish for item in result.items] == [FinishReason.LENGTH, None]
+    driver.finish(three)
+    assert [item.finish for item in driver.results[three]] == [None, None, FinishReason.LENGTH]
+    assert driver.engine.stats().requests_live == 0
+
+
+def eos_prompt() -> tuple[list[int], int]:
+    """A prompt whose greedy answer contains the end token, and after how many tokens."""
+    for seed in range(200):
+        tokens = prompt(seed, 12)
+        answer = oracle.greedy(CONFIG, WEIGHTS, tokens, 12)
+        found = [token for token, _ in answer]
+        if CONFIG.eos_id in found and min(lead for _, lead in answer) > NEAR_TIE:
+            return tokens, found.index(CONFIG.eos_id) + 1
+    raise AssertionError("no prompt ends: choose another eos_id")
+
+
+def test_the_end_token_stops_unless_ignored(load: Load) -> None:
+    tokens, count = eos_prompt()
+    driver = Driver(load())
+    stops, goes_on = driver.submit(tokens, 12, Sampling()), driver.submit(tokens, 12)
+    assert driver.finish(stops)[-1] == CONFIG.eos_id
+    assert len(driver.answers[stops]) == count
+    assert driver.results[stops][-1].finish is FinishReason.STOP
+    assert driver.finish(goes_on)[:count] == driver.answers[stops]
+    assert len(driver.answers[goes_on]) == 12
+
+
+# --- blocks ---
+
+
+def test_old_blocks_are_evicted_and_tokens_stay_right(load: Load) -> None:
+    driver = Driver(load(blocks=6))
+    removed = []
+    for seed in range(6):
+        request_id = driver.submit(tokens := prompt(seed, 90), 2)
+        assert_greedy(driver.finish(request_id), tokens)
+        removed += [event for event in driver.engine.kv_events() if isinstance(event, BlocksRemoved)]
+    assert removed
+
+
+def test_events_tell_what_is_reusable(load: Load) -> None:
+    engine = load(blocks=6)
+    driver, known = Driver(engine), set()
+    for seed in (0, 1, 2, 0, 3):
+        driver.finish(driver.submit(prompt(seed, 70), 2))
+        for event in engine.kv_events():
+            if isinstance(event, BlocksStored):
+                known |= set(event.block_hashes)
+            else:
+                known -= set(event.block_hashes)
+        assert len(known) == engine.stats().kv_blocks_cached
+
+
+def test_a_request_without_blocks_fails_alone(load: Load) -> None:
+    driver = Driver(load(blocks=4))
+    first, second = driver.submit(tokens := prompt(1, 70), 3), driver.submit(prompt(2, 50), 3)
+    result = driver.prefill((first, 70), (second, 50))
+    assert result.items[0].error is None
+    assert "KV blocks" in str(result.items[1].error)
+    assert driver.engine.stats().requests_live == 1
+    assert_greedy(driver.finish(first), tokens)
+
+
+def test_a_cancelled_request_leaves_nothing_behind(load: Load) -> None:
+    engine = load()
+    driver = Driver(engine)
+    for phase in range(4):
+        request_id = driver.submit(prompt(phase, 80), 5)
+        if phase >= 1:
+            driver.prefill((request_id, 40))
+        if phase >= 2:
+            driver.prefill((request_id, 40))
+        if phase >= 3:
+            driver.decode(request_id)
+        engine.cancel(request_id)
+        engine.cancel(request_id)
+        stats = engine.stats()
+        assert stats.requests_live == 0
+        assert stats.kv_blocks_free + stats.kv_blocks_cached == stats.kv_blocks_total
+
+
+def test_more_cached_history_than_planned_needs_no_larger_profile(load: Load) -> None:
+    driver = Driver(load())
+    for seed in range(6):
+        driver.finish(driver.submit(prompt(seed, 100), 1))
+    again = [driver.submit(prompt(seed, 100), 1) for seed in range(6)]
+    # All that is cached would be 6 x 96 tokens of history, beyond the largest class; none was planned for.
+    result = driver.prefill(*((i, 10) for i in again))
+    assert [(item.position, item.reused) for item in result.items] == [(10, 0)] * 6
+
+
+# --- what is refused ---
+
+
+def request(**changes: object) -> EngineRequest:
+    return replace(EngineRequest("a", (1, 2, 3), 4), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        (request(token_ids=()), "token_ids"),
+        (request(token_ids=(1, CONFIG.vocab)), "token_ids"),
+        (request(token_ids=(-1,)), "token_ids"),
+        (request(max_new_tokens=0), "max_new_tokens"),
+        (request(max_new_tokens=CONFIG.context_tokens), "max_new_tokens"),
+        (request(sampling=Sampling(temperature=-1.0)), "temperature"),
+        (request(sampling=Sampling(temperature=float("nan"))), "temperature"),
+        (request(sampling=Sampling(top_p=0.0)), "top_p"),
+        (request(sampling=Sampling(top_k=-1)), "top_k"),
+        (request(sampling=Sampling(seed=-1)), "seed"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_by_field(
+    shared: OpenVinoCpuEngine, bad: EngineRequest, named: str
+) -> None:
+    before = shared.stats().requests_live
+    with pytest.raises(ValueError, match=named):
+        shared.submit(bad)
+    assert shared.stats().requests_live == before
+
+
+def test_a_pass_that_cannot_run_changes_nothing(load: Load) -> None:
+    driver = Driver(load())
+    first, long = driver.submit(prompt(1, 20), 2), driver.submit(prompt(2, 200), 2)
+    many = [driver.submit([1], 1) for _ in range(REQUESTS_MAX + 1)]
+    with pytest.raises(KeyError):
+        driver.engine.execute(Pass(0, PassKind.PREFILL, (PassItem("unknown", 1, 0),)))
+    for match, run in (
+        ("no profile", lambda: driver.prefill((long, 200))),
+        ("another request", lambda: driver.prefill((first, 1), (first, 1))),
+        ("at least one", driver.prefill),
+        ("not yet", lambda: driver.decode(first)),
+        ("new_tokens", lambda: driver.prefill((first, 0))),
+        ("at most", lambda: driver.prefill(*((i, 1) for i in many))),
+    ):
+        with pytest.raises(ValueError, match=match):
+            run()
+    stats = driver.engine.stats()
+    assert stats.kv_blocks_free == stats.kv_blocks_total
+    driver.prefill((first, 20))
+    with pytest.raises(ValueError, match="already"):
+        driver.prefill((first, 1))
+
+
+def test_a_failing_forward_loses_the_requests_of_its_pass_only(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load()
+    driver = Driver(engine)
+    lost, kept = driver.submit(prompt(1, 20), 2), driver.submit(tokens := prompt(2, 20), 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("engines.openvino_model.PackedModel.forward", _fail)
+        with pytest.raises(PassError) as caught:
+            driver.prefill((lost, 20))
+    assert caught.value.request_ids == (lost,)
+    assert engine.stats().requests_live == 1
+    assert_greedy(driver.finish(kept), tokens)
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("out of memory")
+
+
+def test_a_closed_engine_says_so(load: Load) -> None:
+    engine = load()
+    engine.submit(request())
+    engine.close()
+    engine.close()
+    assert engine.stats().requests_live == 0
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit(request())
+
+
+# --- loading ---
+
+
+def test_every_profile_is_warmed_and_measurable(bundle: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    engine = OpenVinoCpuEngine.load(
+        bundle,
+        PROFILES,
+        threads=1,
+        kv_capacity_tokens=256,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(done, 12) for done in range(1, 13)]
+    assert engine.measure(16, 96) > 0.0
+    with pytest.raises(ValueError, match="no profile"):
+        engine.measure(17, 96)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"precision": "int4"}, "precision"),
+        ({"threads": 0}, "threads"),
+        ({"kv_capacity_tokens": 8}, "kv_capacity_tokens"),
+        ({"profiles": Profiles(Layout.PACKED, Padding.NOTHING, (4,))}, "profiles"),
+        ({"profiles": Profiles(Layout.PACKED, Padding.CLASS, (4,), block_mask=True)}, "h_classes"),
+    ],
+)
+def test_a_bad_option_is_refused_by_name(bundle: Path, options: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        OpenVinoCpuEngine.load(bundle, **options)  # type: ignore[arg-type]
+
+
+def test_the_default_profiles_hold_a_2048_token_pass_over_any_history() -> None:
+    for history in (0, 1, 2048, 4096):
+        assert DEFAULT_PROFILES.executed([(2048, history)]) is not None
