@@ -1,21 +1,24 @@
 """Measure what passes cost on this machine and fit the cost model to it.
 
-Every profile of the engine is measured: prefill sizes over history, and the small T that decode steps map
-to. Rounds visit all shapes in a new random order each, so that a slow drift of the machine (temperature,
-another job) spreads over all shapes alike; the median of a shape's times is its sample. Short passes are
-repeated within a visit. Time is bounded: whole rounds until the budget is spent, two at least, one on a
-very slow machine.
+Prefill sizes over history are measured, and the small T that decode steps map to. Rounds visit all shapes
+in a new random order each, so that a slow drift of the machine (temperature, its neighbours) spreads over
+all shapes alike. Short passes are repeated within a visit, slow ones left out after two rounds. Time is
+bounded: rounds until the budget is spent, two at least, one on a very slow machine.
+
+Disturbance only ever adds time, so two things are taken off. What a pass waited while other processes had its
+core is known to the kernel and subtracted. What remains, slower cores while their siblings are busy, is not:
+the lower quartile of a shape's times is its sample, which is the median where a machine is quiet.
 """
 
 from __future__ import annotations
 
 import csv
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 from engines.cost_fit import FitResult, Sample, fit
 from engines.profiles import Profiles
@@ -25,35 +28,45 @@ MEASURED = "measured.json"  # the fit and the limits of the engine that was meas
 Measure = Callable[[int, int], float]  # (new tokens, history tokens) -> seconds of one pass
 Shape = tuple[int, int]
 
-# The CPU reads weights and KV and computes with the same cores: the corner between the two is rounder
-# than on a GPU, and the limit of the range, 1, means that they simply add up.
+# A CPU reads weights and KV and computes with the same cores: the corner between the two is rounder than on a
+# GPU, and the end of the range, 1, means that they simply add up.
 SMOOTH_P_BOUNDS = (1.0, 16.0)
 
+_QUICK_TOKENS_MAX = 512
+_ATTENTION_MAX = 5e6  # T (T + 2H) beyond which only the largest shape is measured: such passes take seconds
 _ROUNDS_MAX = 25
 _VISIT_S = 0.02  # short passes are repeated for about this long in a visit
 _VISIT_PASSES_MAX = 5
+_SLOW_SHARE = 0.02  # of the budget: slower passes are measured in the first two rounds only
 _OVERRUN = 3.0  # times the budget, after which one round must do
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Median time of every shape, and every time that was measured."""
+    """Every time that was measured, seconds without waiting, and the share of all time that was waited."""
 
     times_s: dict[Shape, list[float]]
+    waited_share: float
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        return tuple(Sample(t, h, median(times)) for (t, h), times in sorted(self.times_s.items()))
+        return tuple(Sample(t, h, _lower_quartile(times)) for (t, h), times in sorted(self.times_s.items()))
 
 
-def shapes_of(profiles: Profiles, *, quick: bool) -> tuple[Shape, ...]:
-    """The shapes to measure: all profiles, or for a quick calibration every other one of the smaller half."""
+def calibration_profiles(profiles: Profiles, *, quick: bool) -> Profiles:
+    """What the engine loads to be measured: all profiles, or for a quick calibration fewer T-classes."""
+    if not quick or len(profiles.t_classes) <= 3:
+        return profiles
+    small = [t for t in profiles.t_classes if t <= _QUICK_TOKENS_MAX] or [profiles.t_classes[0]]
+    return replace(profiles, t_classes=tuple(sorted({*small[::2], small[-1]})))
+
+
+def shapes_of(profiles: Profiles) -> tuple[Shape, ...]:
+    """The shapes to measure."""
     h_classes = profiles.h_classes or (0,)
-    if not quick:
-        return tuple((t, h) for t in profiles.t_classes for h in h_classes)
-    t_classes = [t for t in profiles.t_classes if t <= max(profiles.tokens_max // 2, profiles.t_classes[0])]
-    thinned = {*t_classes[::2], t_classes[-1]} if len(t_classes) * len(h_classes) > 24 else set(t_classes)
-    return tuple((t, h) for t in sorted(thinned) for h in h_classes)
+    largest = (profiles.tokens_max, h_classes[-1])
+    shapes = [(t, h) for t in profiles.t_classes for h in h_classes]
+    return tuple((t, h) for t, h in shapes if t * (t + 2 * h) <= _ATTENTION_MAX or (t, h) == largest)
 
 
 def measure_shapes(
@@ -67,17 +80,23 @@ def measure_shapes(
     """Times of every shape, in rounds (module text). `update` hears the share of the budget that is spent."""
     times_s: dict[Shape, list[float]] = {shape: [] for shape in shapes}
     order = random.Random(seed)
+    waited_s = 0.0
     start_s = time.monotonic()
+
+    def spent_s() -> float:
+        return time.monotonic() - start_s
+
     for round_ in range(_ROUNDS_MAX):
-        for shape in order.sample(list(shapes), len(shapes)):
-            spent_s = time.monotonic() - start_s
-            if (round_ >= 2 and spent_s > budget_s) or (round_ == 1 and spent_s > _OVERRUN * budget_s):
-                return Calibration(times_s)
-            update(min(1.0, spent_s / budget_s))
-            first_s = measure(*shape)
-            repeats = min(_VISIT_PASSES_MAX - 1, int(_VISIT_S / max(first_s, 1e-6)))
-            times_s[shape] += [first_s, *(measure(*shape) for _ in range(repeats))]
-    return Calibration(times_s)
+        kept = [s for s in shapes if round_ < 2 or min(times_s[s]) < _SLOW_SHARE * budget_s]
+        for shape in order.sample(kept, len(kept)):
+            if (round_ >= 2 and spent_s() > budget_s) or (round_ == 1 and spent_s() > _OVERRUN * budget_s):
+                return Calibration(times_s, waited_s / spent_s())
+            update(min(1.0, spent_s() / budget_s))
+            for _ in range(1 if not times_s[shape] else _repeats(times_s[shape][-1])):
+                time_s, wait_s = _undisturbed(measure, shape)
+                times_s[shape].append(time_s)
+                waited_s += wait_s
+    return Calibration(times_s, waited_s / spent_s())
 
 
 def fit_calibration(calibration: Calibration, origin: str) -> FitResult:
@@ -86,34 +105,44 @@ def fit_calibration(calibration: Calibration, origin: str) -> FitResult:
 
 def write_csv(path: Path, model: str, calibration: Calibration, result: FitResult) -> None:
     """The samples in the columns of `engines.cost_fit.read_csv`, with what the fit says beside them."""
+    head = ["model", "batch", "new_tokens", "history", "prefill_ms"]
+    beside = ["passes", "fastest_ms", "slowest_ms", "fitted_ms"]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(
-            [
-                "model",
-                "batch",
-                "new_tokens",
-                "history",
-                "prefill_ms",
-                "passes",
-                "fastest_ms",
-                "slowest_ms",
-                "fitted_ms",
-            ]
-        )
+        writer.writerow([*head, *beside])
         for sample in calibration.samples:
             times = calibration.times_s[(sample.new_tokens, sample.history)]
             figures = (sample.time_s, min(times), max(times), result.model.pass_s(sample.shape))
             middle, fastest, slowest, fitted = (f"{value * 1e3:.4f}" for value in figures)
-            row = [
-                model,
-                sample.batch,
-                sample.new_tokens,
-                sample.history,
-                middle,
-                len(times),
-                fastest,
-                slowest,
-                fitted,
-            ]
-            writer.writerow(row)
+            row = [model, sample.batch, sample.new_tokens, sample.history, middle]
+            writer.writerow([*row, len(times), fastest, slowest, fitted])
+
+
+def _repeats(last_s: float) -> int:
+    return max(1, min(_VISIT_PASSES_MAX, int(_VISIT_S / max(last_s, 1e-6))))
+
+
+def _undisturbed(measure: Measure, shape: Shape) -> tuple[float, float]:
+    """(seconds of one pass without waiting for a core, seconds waited)."""
+    before = _waiting_s()
+    time_s = measure(*shape)
+    # The pass ends with its slowest thread, so the thread that waited longest is what it was held up by.
+    waits = [wait_s - before.get(thread, 0.0) for thread, wait_s in _waiting_s().items()]
+    waited_s = min(max(waits, default=0.0), 0.9 * time_s)
+    return time_s - waited_s, waited_s
+
+
+def _waiting_s() -> dict[str, float]:
+    """Seconds that each thread of this process was ready to run but had no core; empty if not known."""
+    waiting: dict[str, float] = {}
+    try:
+        for thread in os.scandir("/proc/self/task"):
+            # running ns, waiting ns, time slices
+            waiting[thread.name] = int(Path(thread.path, "schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):  # another system, or a thread that ended meanwhile
+        pass
+    return waiting
+
+
+def _lower_quartile(times: Sequence[float]) -> float:
+    return sorted(times)[(len(times) - 1) // 4]

@@ -18,6 +18,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from build_scripts.calibrate import MEASURED, calibration_profiles, shapes_of
 from build_scripts.fetch import WEIGHTS
 from build_scripts.spec import BuildSpec
 from engines.bundle import CALIBRATION, MANIFEST, MODEL_BIN, MODEL_XML, TOKENIZER, Host
@@ -25,7 +26,7 @@ from engines.profiles import Profiles
 
 # Raised when a step would give something else for the same inputs. `convert` is covered by a digest of
 # its code.
-VERSIONS = {"fetch": 1, "convert": 1, "verify": 1, "calibrate": 1, "manifest": 1, "publish": 1}
+VERSIONS = {"fetch": 1, "convert": 1, "verify": 1, "calibrate": 2, "manifest": 1, "publish": 1}
 
 PROBE_TOKENS_MAX = 256  # the verification loads the T-classes up to this size only
 CALIBRATION_S = 45.0
@@ -72,7 +73,7 @@ def make_plan(spec: BuildSpec, host: Host, converter_digest: str) -> Plan:
     machine: dict[str, object] = {"cpu": host.cpu.model_dump(), "library": host.library_version}
     engine: dict[str, object] = {"threads": spec.threads, "precision": spec.precision}
     shapes: dict[str, object] = {"t": spec.profiles.t_classes, "h": spec.profiles.h_classes}
-    warm_s = warm_estimate_s(spec.profiles)
+    measured = calibration_profiles(spec.profiles, quick=spec.quick)
     measure_s = QUICK_CALIBRATION_S if spec.quick else CALIBRATION_S
     source = spec.source
     keys: dict[str, str] = {}
@@ -115,11 +116,11 @@ def make_plan(spec: BuildSpec, host: Host, converter_digest: str) -> Plan:
         ),
         step(
             "calibrate",
-            f"measure {_count(spec.profiles)} profiles for about {measure_s:.0f} s, fit the cost model",
+            f"measure {len(shapes_of(measured))} profiles for about {measure_s:.0f} s, fit the cost model",
             ("convert", "verify"),
-            (CALIBRATION, "measured.json"),
+            (CALIBRATION, MEASURED),
             {**machine, **engine, **shapes, "quick": spec.quick},
-            3.0 + warm_s + measure_s,
+            3.0 + warm_estimate_s(measured) + measure_s,
         ),
         step(
             "manifest",
@@ -132,7 +133,7 @@ def make_plan(spec: BuildSpec, host: Host, converter_digest: str) -> Plan:
         step("publish", f"move it to {spec.bundle_dir} in one rename", ("convert", "manifest"), (), {}, 0.5),
     )
     bundle_bytes = 2 * source.parameters + 6_000_000  # float16 weights; graph and tokenizer
-    return Plan(spec, steps, warm_s, memory_estimate_bytes(spec), bundle_bytes)
+    return Plan(spec, steps, warm_estimate_s(spec.profiles), memory_estimate_bytes(spec), bundle_bytes)
 
 
 def probe_profiles(profiles: Profiles) -> Profiles:

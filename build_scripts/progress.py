@@ -40,12 +40,13 @@ class RichProgress:
 
     def __init__(self, console: Console | None = None) -> None:
         from rich import progress
+        from rich.table import Column
 
         self._bars = progress.Progress(
-            progress.TextColumn("{task.description:<10}"),
-            progress.BarColumn(24),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("{task.fields[detail]}"),
+            progress.TextColumn("{task.description}", table_column=Column(width=9, no_wrap=True)),
+            progress.BarColumn(16, table_column=Column(width=16)),
+            progress.TimeElapsedColumn(table_column=Column(width=7, no_wrap=True)),
+            progress.TextColumn("{task.fields[detail]}", table_column=Column(overflow="fold")),
             console=console,
         )
         self._task: progress.TaskID | None = None

@@ -9,7 +9,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from build_scripts.calibrate import MEASURED, fit_calibration, measure_shapes, shapes_of, write_csv
+from build_scripts.calibrate import (
+    MEASURED,
+    calibration_profiles,
+    fit_calibration,
+    measure_shapes,
+    shapes_of,
+    write_csv,
+)
 from build_scripts.convert import FACTS, code_digest, convert
 from build_scripts.fetch import WEIGHTS, fetch
 from build_scripts.manifest import bundle_files, make_manifest, read_json
@@ -155,10 +162,11 @@ def _verify(spec: BuildSpec, store: Store, out: Path, progress: Progress) -> str
 
 def _calibrate(spec: BuildSpec, store: Store, out: Path, progress: Progress) -> str:
     start_s = time.monotonic()
-    engine = _load(spec, store, spec.profiles, progress)
+    profiles = calibration_profiles(spec.profiles, quick=spec.quick)
+    engine = _load(spec, store, profiles, progress)
     warm_s = time.monotonic() - start_s
     budget_s = QUICK_CALIBRATION_S if spec.quick else CALIBRATION_S
-    shapes = shapes_of(spec.profiles, quick=spec.quick)
+    shapes = shapes_of(profiles)
     try:
         progress.update(0.0, f"measuring {len(shapes)} profiles for about {budget_s:.0f} s")
         calibration = measure_shapes(engine.measure, shapes, budget_s, update=progress.update)
@@ -184,8 +192,8 @@ def _calibrate(spec: BuildSpec, store: Store, out: Path, progress: Progress) -> 
     (out / MEASURED).write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     write_csv(out / CALIBRATION, spec.source.name, calibration, result)
     return (
-        f"warm in {warm_s:.0f} s; L_m {cost.boundary_tokens}, knee {cost.knee_tokens} tokens; "
-        f"fit within {cost.median_error:.1%} (median), {cost.worst_error:.0%} (worst)"
+        f"warm in {warm_s:.0f} s; {len(shapes)} profiles, {calibration.waited_share:.0%} of the time lost to "
+        f"other processes; fit within {cost.median_error:.1%} (median), {cost.worst_error:.0%} (worst)"
     )
 
 
