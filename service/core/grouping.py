@@ -59,8 +59,8 @@ def _cheapest_cut(items: Sequence[Item], pass_s: Callable[[Sequence[Item]], floa
         lowest, end_of_lowest = math.inf, start + 1
         for end in range(start + 1, min(count, start + requests_max) + 1):
             cost_s = pass_s(items[start:end])
-            if math.isinf(cost_s):
-                break
+            if math.isinf(cost_s) or (count - start) * cost_s > lowest:
+                break  # a larger group costs no less, so none beyond this is better
             total = (count - start) * cost_s + best[end]
             if total <= lowest:  # on a tie the larger group: it leaves less for later
                 lowest, end_of_lowest = total, end
