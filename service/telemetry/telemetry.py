@@ -1,0 +1,108 @@
+"""The face of telemetry: what the composition root starts, binds and stops.
+
+Metrics and traces are two observers of the runtime with a switch each. What is off is not imported, holds no
+thread and costs nothing a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from service.runtime.contract import Observer, Snapshot
+from service.telemetry.settings import TelemetrySettings
+
+if TYPE_CHECKING:
+    from service.telemetry.endpoint import MetricsEndpoint
+    from service.telemetry.export import Exporter
+    from service.telemetry.gauges import SnapshotCollector
+    from service.telemetry.traces import TraceObserver
+
+log = logging.getLogger(__name__)
+
+
+class Telemetry:
+    """`start`, then hand `observers` to the runtime, then `bind` its snapshot; `shutdown` in the end."""
+
+    def __init__(
+        self, settings: TelemetrySettings, model: str, backend: str, t_classes: tuple[int, ...]
+    ) -> None:
+        self._settings = settings
+        self._model = model
+        self._backend = backend
+        self._t_classes = t_classes
+        self._observers: list[Observer] = []
+        self._gauges: SnapshotCollector | None = None
+        self._endpoint: MetricsEndpoint | None = None
+        self._exporter: Exporter | None = None
+        self._traces: TraceObserver | None = None
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """After `start`."""
+        return tuple(self._observers)
+
+    @property
+    def metrics_port(self) -> int:
+        """Where metrics are served, after `start`; 0: nowhere."""
+        return self._endpoint.port if self._endpoint is not None else 0
+
+    def start(self) -> None:
+        """Serve metrics and begin to export. Call on the event loop.
+
+        Raises OSError where the metrics address can't be had.
+        """
+        if self._settings.enabled:
+            self._start_metrics()
+        if self._settings.otlp_endpoint:
+            self._start_traces()
+
+    def bind(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Where gauges are read from at scrape time. Call on the event loop of the runtime."""
+        if self._gauges is not None:
+            self._gauges.bind(snapshot)
+
+    def request_context(self, request_id: str, metadata: Mapping[str, str]) -> None:
+        """The metadata of an incoming call, before its request is submitted: its span gets that parent."""
+        if self._traces is not None:
+            self._traces.called(request_id, metadata)
+
+    def shutdown(self) -> None:
+        """Send the last spans and stop serving; a few seconds at most. Harmless when called again."""
+        if self._gauges is not None:
+            self._gauges.unbind()
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+        if self._exporter is not None:
+            self._exporter.close()
+            self._exporter = self._traces = None
+
+    def _start_metrics(self) -> None:
+        from prometheus_client import CollectorRegistry, ProcessCollector
+
+        from service.telemetry.endpoint import MetricsEndpoint
+        from service.telemetry.gauges import SnapshotCollector
+        from service.telemetry.metrics import MetricsObserver
+
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._observers.append(MetricsObserver(registry, self._model, self._backend, self._t_classes))
+        self._gauges = SnapshotCollector()
+        registry.register(self._gauges)
+        settings = self._settings
+        self._endpoint = MetricsEndpoint(registry, settings.metrics_host, settings.metrics_port)
+        log.info("metrics on http://%s:%d/metrics", settings.metrics_host, self._endpoint.port)
+
+    def _start_traces(self) -> None:
+        from service.telemetry.export import Exporter
+        from service.telemetry.traces import TraceObserver
+
+        self._exporter = Exporter(self._settings, metadata.version("plaserve"))
+        now_s = asyncio.get_running_loop().time()
+        self._traces = TraceObserver(self._exporter.tracer, self._model, self._backend, now_s)
+        self._observers.append(self._traces)
+        log.info("traces to %s", self._settings.otlp_endpoint)
