@@ -167,7 +167,8 @@ def load_settings(config: Path | None = None, overrides: Mapping[str, Any] | Non
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise SettingsError(f"{key}: {first['msg']} (got {first['input']!r})") from error
+        message = str(first["msg"]).removeprefix("Value error, ")
+        raise SettingsError(f"{key}: {message} (got {first['input']!r})") from error
 
 
 def known_keys() -> dict[str, set[str]]:

@@ -78,7 +78,7 @@ def _line(summary: pb.Summary) -> str:
     return (
         f"[{lane} lane, {summary.new_token_count} new + {summary.history_token_count} cached prompt tokens, "
         f"{summary.output_token_count} generated; first token after {ttft_ms:.0f} ms, "
-        f"{queue_ms:.0f} ms of it queued; {summary.prefill_pass_count} prefill passes]"
+        f"{queue_ms:.0f} ms of it queued; prefill passes: {summary.prefill_pass_count}]"
     )
 
 

@@ -115,11 +115,12 @@ class LengthAwarePolicy:
         return Wait(math.inf, Reason.WAITING_FOR_KV) if gate.refused_any else None
 
     def _aged_lead(self, instance: Instance, gate: KvGate, now_s: float, allowed_s: float) -> list[PlanItem]:
-        """The request that has waited longest past the ageing bound and can run here, with one chunk. Where
-        somebody aged has no room, those in parts here lead: their end makes room."""
+        """The request that has waited longest past the ageing bound, with one chunk. Where it has no room,
+        those in parts here lead: their end makes room."""
         aged = [t for queue in self._lanes.values() for t in self._first(queue.aged(now_s), instance)]
         aged.sort(key=lambda t: (t.waiting_since_s, t.seq))
-        for tracked in chain(aged, self._parts_here(instance) if aged else ()):
+        parts = self._parts_here(instance) if aged else []
+        for tracked in chain(aged[:1], parts, aged[1:]):
             new_tokens, history = instance.item_of(tracked)
             chunk = min(new_tokens, self._chunk_bound(instance, history, allowed_s))
             if self._fits(instance, [(chunk, history)]) and gate.admits(tracked, whole=chunk == new_tokens):

@@ -14,12 +14,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from engines.types import ItemResult, Pass, PassItem, PassKind
+from engines.types import ItemResult, PassKind
 from service.core.admission import Admission, QueueLoad
-from service.core.decode import DecodeStep
+from service.core.dispatcher import Dispatcher
 from service.core.lanes import classify
 from service.core.lifecycle import RequestState
-from service.core.policy import InFlight, Instance, PassPlan, PrefillPolicy, Wait
+from service.core.policy import Instance, PassPlan, PrefillPolicy, Wait
 from service.core.settings import LatePolicy, SchedulerSettings
 from service.core.timeouts import Timeout, Timeouts
 from service.core.tracked import Tracked
@@ -28,7 +28,6 @@ from service.core.types import (
     Cancel,
     Command,
     Dispatch,
-    DispatchNumbers,
     DrainBegan,
     Event,
     Idle,
@@ -67,7 +66,7 @@ class PrefillScheduler:
         self._timeouts = Timeouts()
         self._arrivals: list[Tracked] = []  # since the last poll
         self._outbox: list[Command] = []
-        self._next_pass_id = 1
+        self._dispatcher = Dispatcher(policy, self._emit)
         self._no_instance_since_s = -math.inf
         self._handlers: Mapping[type[Event], Callable[..., None]] = {
             Submit: self._submit,
@@ -96,14 +95,7 @@ class PrefillScheduler:
                 self._reject(tracked, Outcome.REJECTED_LATE, Reason.TARGET_UNREACHABLE, now_s)
         wake_s, why = self._timeouts.next_s, Reason.DEADLINE_PASSED
         if not self.instances and self.live:
-            given_up_s = self._no_instance_since_s + self.settings.no_instance_s_max
-            if now_s >= given_up_s:
-                for tracked in list(self.live.values()):
-                    self._reject(
-                        tracked, Outcome.ENGINE_FAILED, Reason.NO_INSTANCE, now_s, "no instance is up"
-                    )
-            elif given_up_s < wake_s:
-                wake_s, why = given_up_s, Reason.NO_INSTANCE
+            wake_s, why = min((wake_s, why), (self._give_up(now_s), Reason.NO_INSTANCE))
         for instance in self.instances.values():
             self._revoke_for_arrivals(instance, now_s)
             wait = self._next_pass(instance, now_s)
@@ -136,7 +128,7 @@ class PrefillScheduler:
         refusal = self._refusal(request, now_s)
         if refusal is not None:
             self.outcomes[refusal.outcome] += 1
-            self._outbox.append(refusal)
+            self._emit(refusal)
             return
         tracked = classify(request, self.instances.values(), self.settings, self.submitted)
         self.live[request.request_id] = tracked
@@ -168,7 +160,7 @@ class PrefillScheduler:
     ) -> None:
         """End a live request by our decision: answer it, and free what it holds now or after its pass."""
         retry_s = self.settings.retry_after_s if outcome.name.startswith("REJECTED") else None
-        self._outbox.append(Reject(tracked.request_id, outcome, reason, detail, retry_s))
+        self._emit(Reject(tracked.request_id, outcome, reason, detail, retry_s))
         instance = self.instances.get(tracked.instance_id or "")
         if tracked.state in _WAITING:
             self.policy.remove(tracked)
@@ -187,8 +179,20 @@ class PrefillScheduler:
             instance.partial.pop(tracked.request_id, None)
             instance.decode.running.pop(tracked.request_id, None)
 
+    def _emit(self, command: Command) -> None:
+        self._outbox.append(command)
+
+    def _give_up(self, now_s: float) -> float:
+        """With no instance up, end everything once that has lasted; returns when, inf when it has."""
+        give_up_s = self._no_instance_since_s + self.settings.no_instance_s_max
+        if now_s < give_up_s:
+            return give_up_s
+        for tracked in list(self.live.values()):
+            self._reject(tracked, Outcome.ENGINE_FAILED, Reason.NO_INSTANCE, now_s, "no instance is up")
+        return math.inf
+
     def _free(self, instance: Instance, request_id: str, reason: Reason) -> None:
-        self._outbox.append(Abort(instance.instance_id, request_id, reason))
+        self._emit(Abort(instance.instance_id, request_id, reason))
         instance.kv.release(request_id)
 
     # --- passes ---
@@ -210,12 +214,12 @@ class PrefillScheduler:
         step = instance.decode.step()
         if isinstance(plan, PassPlan):
             if step is not None and instance.decode.must_step(step, plan.predicted_s, start_s):
-                self._dispatch_step(instance, step, Reason.DECODE_DUE, start_s)
+                self._dispatcher.decode(instance, step, Reason.DECODE_DUE, start_s)
             else:
-                self._dispatch_prefill(instance, plan, start_s, staged=False)
+                self._dispatcher.prefill(instance, plan, start_s, staged=False)
             return None
         if step is not None:
-            self._dispatch_step(instance, step, Reason.DECODE_ONLY, start_s)
+            self._dispatcher.decode(instance, step, Reason.DECODE_ONLY, start_s)
             return None
         return plan
 
@@ -226,39 +230,7 @@ class PrefillScheduler:
         if isinstance(plan, PassPlan):
             step, rule = instance.decode.step(), instance.decode
             if step is None or not rule.must_step(step, plan.predicted_s, start_s, after_prefill=True):
-                self._dispatch_prefill(instance, plan, start_s, staged=True)
-
-    def _dispatch_prefill(self, instance: Instance, plan: PassPlan, start_s: float, *, staged: bool) -> None:
-        for item in plan.items:
-            tracked = item.tracked
-            self.policy.remove(tracked)
-            instance.kv.reserve(tracked.request_id, tracked.kv_tokens_max)
-            tracked.instance_id = instance.instance_id
-            tracked.move(RequestState.STAGED if staged else RequestState.PREFILLING)
-        self.policy.dispatched(plan, start_s)
-        items = tuple(PassItem(i.tracked.request_id, i.new_tokens, i.history) for i in plan.items)
-        flight = InFlight(self._new_pass(PassKind.PREFILL, items), plan.reason, plan.predicted_s)
-        flight.partials_begun = sum(i.begins_partial for i in plan.items)
-        self._send(instance, flight, plan.numbers, start_s, staged=staged)
-
-    def _dispatch_step(self, instance: Instance, step: DecodeStep, reason: Reason, start_s: float) -> None:
-        items = tuple(PassItem(t.request_id, 1, t.position) for t in step.requests)
-        flight = InFlight(self._new_pass(PassKind.DECODE, items), reason, step.predicted_s)
-        self._send(instance, flight, DispatchNumbers(step.predicted_s), start_s, staged=False)
-
-    def _new_pass(self, kind: PassKind, items: tuple[PassItem, ...]) -> Pass:
-        pass_id, self._next_pass_id = self._next_pass_id, self._next_pass_id + 1
-        return Pass(pass_id, kind, items)
-
-    def _send(
-        self, instance: Instance, flight: InFlight, numbers: DispatchNumbers, start_s: float, *, staged: bool
-    ) -> None:
-        if staged:
-            instance.staged = flight
-        else:
-            flight.start_s = start_s
-            instance.running = flight
-        self._outbox.append(Dispatch(instance.instance_id, flight.pass_, staged, flight.reason, numbers))
+                self._dispatcher.prefill(instance, plan, start_s, staged=True)
 
     def _revoke_for_arrivals(self, instance: Instance, now_s: float) -> None:
         """Take a staged pass back, once, when a short newcomer makes its target only without it."""
@@ -268,7 +240,7 @@ class PrefillScheduler:
         fresh = (t for t in self._arrivals if t.state is RequestState.QUEUED and t.lane is Lane.SHORT)
         if any(instance.makes_it_only_unstaged(tracked, now_s) for tracked in fresh):
             flight.revoking = True
-            self._outbox.append(Revoke(instance.instance_id, flight.pass_.pass_id, Reason.URGENT_ARRIVAL))
+            self._emit(Revoke(instance.instance_id, flight.pass_.pass_id, Reason.URGENT_ARRIVAL))
 
     def _started(self, event: PassStarted, now_s: float) -> None:
         instance = self.instances.get(event.instance_id)
