@@ -196,11 +196,14 @@ def _open(path: Path) -> GGUFReader:
         raise GgufError(f"{path} is not a readable GGUF file ({error}): fetch it again") from error
 
 
-def _field(reader: GGUFReader, key: str) -> Any:
+def _field(reader: GGUFReader, key: str, default: Any = None) -> Any:
+    """The value of `key`. Without a default, raises GgufError where the file lacks it."""
     field = reader.fields.get(key)
-    if field is None:
+    if field is not None:
+        return field.contents()
+    if default is None:
         raise GgufError(f"{key} is missing in the GGUF file")
-    return field.contents()
+    return default
 
 
 def _config(reader: GGUFReader) -> LlamaConfig:
@@ -218,7 +221,7 @@ def _config(reader: GGUFReader) -> LlamaConfig:
         ff=_field(reader, "llama.feed_forward_length"),
         heads=heads,
         kv_heads=_field(reader, "llama.attention.head_count_kv"),
-        head_dim=hidden // heads,
+        head_dim=_field(reader, "llama.attention.key_length", hidden // heads),
         vocab=_field(reader, "llama.vocab_size"),
         context_tokens=_field(reader, "llama.context_length"),
         rope_base=_field(reader, "llama.rope.freq_base"),

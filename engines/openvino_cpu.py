@@ -2,7 +2,7 @@
 
 It packs: a pass is one row of tokens of several requests, prefill chunks with or without history or one token
 each for decode, kept apart by a mask (`engines.openvino_model`). It pads T and the summed history to the
-classes of its profiles, warms each profile at load and runs no other shape. The scheduler chunks long
+classes of its profiles, warms them at load and runs no other shape. The scheduler chunks long
 prompts and alternates prefill with decode passes; the engine merges nothing by itself.
 
 KV lives in blocks (`engines.blocks`): full blocks are published under their chain hash after each pass,
@@ -50,12 +50,13 @@ from engines.types import (
 REQUESTS_MAX = 32  # also the most rows that the LM head computes
 KV_CAPACITY_TOKENS = 32_768  # 23 kB a token for SmolLM2-135M in bf16: 755 MB, touched as it fills
 PRECISIONS = ("bf16", "f32")
+WARM_TOKENS = 512  # above it a pass takes so long that only kernels for T itself are worth warming
 
 DEFAULT_PROFILES = Profiles(
     layout=Layout.PACKED,
     padding=Padding.CLASS,
-    t_classes=(1, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048),
-    h_classes=(0, 256, 1024, 2048, 4096),
+    t_classes=(4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048),
+    h_classes=(0, 256, 512, 1024, 2048, 4096),
     block_mask=True,
 )
 
@@ -139,7 +140,7 @@ class OpenVinoCpuEngine:
         kv_capacity_tokens: int = KV_CAPACITY_TOKENS,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
-        """Compile `bundle_dir`/model.xml and warm every profile.
+        """Compile `bundle_dir`/model.xml and warm its profiles.
 
         threads: of the forward; default all cores but one. precision: bf16 computes and stores KV in
         bfloat16 (on a CPU without it the plugin computes in float32); f32 is for exactness. progress is
@@ -162,7 +163,7 @@ class OpenVinoCpuEngine:
         )
         engine = cls(model, profiles, kv_capacity_tokens)
         model.commit(profiles.h_classes[-1])
-        shapes = [(t, h) for t in profiles.t_classes for h in profiles.h_classes]
+        shapes = warmed_shapes(profiles)
         for done, shape in enumerate(shapes, start=1):
             model.probe(shape)
             if progress is not None:
@@ -376,6 +377,12 @@ def _segment(step: _Step) -> Segment:
     return Segment(
         step.live.tokens[step.start : end], step.live.table.blocks, step.start, logits=step.samples
     )
+
+
+def warmed_shapes(profiles: Profiles) -> list[tuple[int, int]]:
+    """The profiles that are run once at load: all, but above WARM_TOKENS only those of the first H-class."""
+    first = profiles.h_classes[0]
+    return [(t, h) for t in profiles.t_classes for h in profiles.h_classes if t <= WARM_TOKENS or h == first]
 
 
 def _check_profiles(profiles: Profiles) -> None:
