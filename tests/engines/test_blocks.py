@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
@@ -119,6 +119,14 @@ class PoolMachine(RuleBasedStateMachine):
             self.cache[value].holders += 1
         return Held(table, prefix, list(prefix[:reused]))
 
+    @rule(family=st.integers(1, 3), length=st.integers(1, 6), retain=st.booleans())
+    def whole_life(self, family: int, length: int, retain: bool) -> None:
+        """What requests mostly do, in one step, so that the cache fills up."""
+        held = self.acquire(family, length, 1000, retain)
+        self.extend(held, length * BLOCK_TOKENS)
+        self.publish(held, length)
+        self.release(held)
+
     @rule(held=tables, tokens=st.integers(0, 40))
     def extend(self, held: Held, tokens: int) -> None:
         if not held.alive:
@@ -182,4 +190,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.mirror == set(self.cache)
 
 
+PoolMachine.TestCase.settings = settings(max_examples=60)
 TestPool = PoolMachine.TestCase

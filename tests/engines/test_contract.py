@@ -161,6 +161,16 @@ def test_what_was_computed_before_is_reused_and_reported(engine: Engine) -> None
         assert sum(r.computed + r.reused for r in results) == tokens
 
 
+def test_a_block_is_reusable_when_it_is_full_and_not_before(engine: Engine) -> None:
+    block = engine.capabilities.block_tokens
+    engine.submit(asked("begun", 3 * block))
+    prefill(engine, ("begun", block, 0))
+    prefill(engine, ("begun", 3, block))
+    engine.submit(asked("second", 3 * block))
+    assert prefill(engine, ("second", 1, 0)).items[0].reused == block
+    assert len([value for event in engine.kv_events() for value in event.block_hashes]) == 1
+
+
 def test_the_budget_counts_from_what_is_cached(engine: Engine) -> None:
     block = engine.capabilities.block_tokens
     generate(engine, asked("first", 2 * block + 5))
