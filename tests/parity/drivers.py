@@ -123,13 +123,12 @@ def through_kernel(workload: Workload) -> SimResult:
     )
 
 
-def through_runtime(workload: Workload, log: MemoryLog | EventLog) -> Pump:
-    """The pump with local workers on the virtual clock, up to the horizon; then closed, unheard by `log`."""
-    pump: Pump = run_virtually(_runtime(workload, log))
-    return pump
+def through_runtime(workload: Workload, log: MemoryLog | EventLog) -> None:
+    """The pump with local workers on the virtual clock; it is closed at the horizon."""
+    run_virtually(_runtime(workload, log))
 
 
-async def _runtime(workload: Workload, log: MemoryLog | EventLog) -> Pump:
+async def _runtime(workload: Workload, log: MemoryLog | EventLog) -> None:
     loop = asyncio.get_running_loop()
     workers = [LocalWorker(spec, TimedRunner(model)) for spec, model in workload.engines()]
     scheduler = make_scheduler(workload.policy, workload.scheduler_settings())
@@ -147,6 +146,4 @@ async def _runtime(workload: Workload, log: MemoryLog | EventLog) -> Pump:
         loop.call_at(time_s, lambda request_id=request_id: handles[request_id].cancel())
     await pump.start()
     await asyncio.sleep(HORIZON_S)
-    pump._event_log = None
     await pump.close()
-    return pump
