@@ -27,7 +27,7 @@ the plugin then folds away; converting them by hand would keep a float32 copy of
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from build_scripts.gguf_model import LlamaConfig, Weights, check_weights
-from engines.openvino_model import BLOCK_TOKENS, MODEL_FACTS_KEY
+from engines.openvino_model import BLOCK_TOKENS, GRAPH_VERSION, MODEL_FACTS_KEY, ModelFacts
 
 if TYPE_CHECKING:
     from openvino import Model, Node
@@ -71,8 +71,8 @@ def build_graph(config: LlamaConfig, weights: Weights) -> Model:
     results = {"logits": ops.matmul(x, embedding, False, True), "kv_new": ops.concat(new_rows, 0)}
 
     model = ov.Model([_named_result(ops, name, node) for name, node in results.items()], [*inputs.values()])
-    facts = {"context_tokens": config.context_tokens, "vocab": config.vocab, "eos_id": config.eos_id}
-    model.set_rt_info(json.dumps(facts), [MODEL_FACTS_KEY])
+    facts = ModelFacts(GRAPH_VERSION, config.context_tokens, config.vocab, config.eos_id)
+    model.set_rt_info(json.dumps(asdict(facts)), [MODEL_FACTS_KEY])
     return model
 
 

@@ -27,7 +27,8 @@ import numpy.typing as npt
 
 MODEL_XML = "model.xml"
 BLOCK_TOKENS = 32
-MODEL_FACTS_KEY = "plaserve"  # rt_info of the model: JSON of context_tokens, vocab, eos_id
+GRAPH_VERSION = 1  # of the inputs, outputs and pool layout that builder and engine agree on
+MODEL_FACTS_KEY = "plaserve"  # rt_info of the model: ModelFacts as JSON
 
 _PADDING_SEGMENT = -1
 _NUMPY_TYPE = {"bf16": np.uint16, "f32": np.float32}
@@ -39,6 +40,7 @@ Ints = npt.NDArray[np.int32]
 class ModelFacts:
     """What the builder wrote into the model."""
 
+    graph_version: int
     context_tokens: int
     vocab: int
     eos_id: int | None
@@ -221,4 +223,9 @@ def _keep_logits_exact(model: Any) -> None:
 def _facts(model: Any, path: Path) -> ModelFacts:
     if not model.has_rt_info([MODEL_FACTS_KEY]):
         raise ValueError(f"{path} was not built by plaserve: rt_info {MODEL_FACTS_KEY!r} is missing")
-    return ModelFacts(**json.loads(model.get_rt_info([MODEL_FACTS_KEY]).astype(str)))
+    facts: dict[str, Any] = json.loads(model.get_rt_info([MODEL_FACTS_KEY]).astype(str))
+    if (version := facts.get("graph_version")) != GRAPH_VERSION:
+        raise ValueError(
+            f"{path} has graph_version {version}, this engine needs {GRAPH_VERSION}: run `plaserve build`"
+        )
+    return ModelFacts(**facts)

@@ -119,3 +119,9 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / MODEL_XML).write_text("<net>")
     with pytest.raises(ValueError, match="not a model"):
         PackedModel(tmp_path / MODEL_XML, **options)  # type: ignore[arg-type]
+
+
+def test_a_model_of_another_graph_version_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.openvino_model.GRAPH_VERSION", 99)
+    with pytest.raises(ValueError, match="graph_version 1, this engine needs 99"):
+        PackedModel(path, blocks=1, rows_max=1, threads=1, precision="f32")
