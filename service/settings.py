@@ -46,6 +46,9 @@ class ServerSettings(_Group):
     host: str = Field("127.0.0.1", description="Address to listen on; loopback, as there is no TLS yet.")
     port: int = Field(8081, ge=0, le=65535, description="gRPC port; 0 picks a free one.")
     message_bytes_max: int = Field(4 << 20, ge=1024, description="Largest message taken, gRPC's own default.")
+    calls_max: int = Field(
+        4096, ge=1, description="Calls open at a time, above what the queue takes: clients that never read."
+    )
     drain_timeout_s: float = Field(
         20.0, ge=0, description="On SIGTERM: seconds to finish what runs; below the 30 s of Kubernetes."
     )
@@ -78,6 +81,10 @@ class LimitSettings(_Group):
     text_bytes_max: int = Field(
         262_144, ge=1, description="UTF-8 bytes of a prompt, checked before tokenising."
     )
+    prompt_tokens_max: int = Field(
+        131_072, ge=1, description="Token ids of a prompt, checked first; the engine's context may be less."
+    )
+    chat_messages_max: int = Field(1024, ge=1, description="Messages of a chat.")
     max_tokens_default: int = Field(128, ge=1, description="Answer length where a request names none.")
     max_tokens_max: int = Field(2048, ge=1, description="Longest answer that may be asked for.")
     name_chars_max: int = Field(64, ge=1, description="Characters of tenant, session and request_id.")

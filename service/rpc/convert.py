@@ -22,6 +22,7 @@ from service.runtime.contract import RequestRecord
 from service.settings import LimitSettings
 
 TEMPERATURE_MAX = 10.0
+TOP_K_MAX = 1_000_000  # above any vocabulary: such a value is a mistake, not a wish
 ROLES = ("system", "user", "assistant")
 
 
@@ -64,7 +65,7 @@ def wishes_of(
     else:
         max_new_tokens = request.max_tokens or limits.max_tokens_default
         if max_new_tokens > limits.max_tokens_max:
-            raise InvalidField("max_tokens", f"is {max_new_tokens}; the limit is {limits.max_tokens_max}")
+            raise InvalidField("max_tokens", f"is {max_new_tokens}; send at most {limits.max_tokens_max}")
     return Wishes(
         request_id=request.request_id or uuid4().hex,
         text=text,
@@ -93,6 +94,7 @@ def _prompt(
         case "tokens":
             if not prompt.tokens.ids:
                 raise InvalidField("prompt.tokens.ids", "is empty; send at least one token id")
+            _check_count("prompt.tokens.ids", len(prompt.tokens.ids), limits.prompt_tokens_max)
             return None, tuple(prompt.tokens.ids), None
         case "chat":
             return None, None, _messages(prompt.chat, limits)
@@ -103,6 +105,7 @@ def _prompt(
 def _messages(chat: pb.Chat, limits: LimitSettings) -> tuple[Message, ...]:
     if not chat.messages:
         raise InvalidField("prompt.chat.messages", "is empty; send at least one message")
+    _check_count("prompt.chat.messages", len(chat.messages), limits.chat_messages_max)
     _check_bytes("prompt.chat.messages", sum(len(m.content.encode()) for m in chat.messages), limits)
     for index, message in enumerate(chat.messages):
         if message.role not in ROLES:
@@ -112,14 +115,19 @@ def _messages(chat: pb.Chat, limits: LimitSettings) -> tuple[Message, ...]:
     return tuple({"role": m.role, "content": m.content} for m in chat.messages)
 
 
+def _check_count(field: str, count: int, count_max: int) -> None:
+    if count > count_max:
+        raise InvalidField(field, f"has {count} entries; send at most {count_max}")
+
+
 def _check_bytes(field: str, size: int, limits: LimitSettings) -> None:
     if size > limits.text_bytes_max:
-        raise InvalidField(field, f"has {size} bytes; the limit is {limits.text_bytes_max}")
+        raise InvalidField(field, f"has {size} bytes; send at most {limits.text_bytes_max}")
 
 
 def _check_name(field: str, value: str, limits: LimitSettings) -> None:
     if len(value) > limits.name_chars_max:
-        raise InvalidField(field, f"has {len(value)} characters; the limit is {limits.name_chars_max}")
+        raise InvalidField(field, f"has {len(value)} characters; send at most {limits.name_chars_max}")
     if not value.isprintable():
         raise InvalidField(field, "must have printable characters only")
 
@@ -133,13 +141,17 @@ def _sampling(sampling: pb.Sampling) -> Sampling:
     top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
     if not 0.0 < top_p <= 1.0:
         raise InvalidField("sampling.top_p", f"must be above 0 and at most 1, not {top_p:g}")
+    if sampling.top_k > TOP_K_MAX:
+        raise InvalidField(
+            "sampling.top_k", f"is {sampling.top_k}; send at most {TOP_K_MAX}, or 0 for no limit"
+        )
     return Sampling(temperature, top_p, sampling.top_k, sampling.seed, sampling.ignore_eos)
 
 
 def _stops(sampling: pb.Sampling, limits: LimitSettings) -> tuple[str, ...]:
     if len(sampling.stop) > limits.stop_count_max:
         raise InvalidField(
-            "sampling.stop", f"has {len(sampling.stop)} texts; the limit is {limits.stop_count_max}"
+            "sampling.stop", f"has {len(sampling.stop)} texts; send at most {limits.stop_count_max}"
         )
     for index, stop in enumerate(sampling.stop):
         if not 0 < len(stop) <= limits.stop_chars_max:

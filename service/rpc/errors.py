@@ -1,12 +1,16 @@
 """Outcome to gRPC status, in one table, with rich details.
 
 Every error carries exactly one `google.rpc.ErrorInfo` (reason: the outcome or INVALID_FIELD; domain
-"plaserve"), `BadRequest` when a field is at fault, `RetryInfo` when trying again later can help.
+"plaserve"), `BadRequest` when a field is at fault, `RetryInfo` when trying again later can help. All of them
+leave through `explained`, a bug in the service too.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -18,6 +22,8 @@ from grpc_status import rpc_status
 
 from service.core.types import Outcome, Reason
 from service.runtime.contract import RequestRecord
+
+log = logging.getLogger(__name__)
 
 DOMAIN = "plaserve"
 
@@ -34,13 +40,21 @@ _RETRY_S = {Outcome.REJECTED_DRAINING: 1.0, Outcome.ENGINE_FAILED: 1.0}
 
 
 class RequestError(Exception):
-    """A request that is refused before it is queued."""
+    """Ends the call with `status`."""
 
     def __init__(
-        self, code: int, message: str, reason: str, field: str = "", retry_s: float | None = None
+        self,
+        code: int,
+        message: str,
+        reason: str,
+        field: str = "",
+        *,
+        retry_s: float | None = None,
+        why: Reason | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status_of(code, message, reason, field=field, retry_s=retry_s)
+        metadata = {"reason": why.value} if why is not None else None
+        self.status = status_of(code, message, reason, field=field, retry_s=retry_s, metadata=metadata)
 
 
 class InvalidField(RequestError):  # noqa: N818 - reads as what it is at the call site
@@ -77,20 +91,29 @@ def status_of(
     return status_pb2.Status(code=code, message=message, details=packed)
 
 
-def status_of_record(record: RequestRecord) -> status_pb2.Status | None:
-    """The status of an ended request; None where it completed."""
+def raise_unless_completed(record: RequestRecord) -> None:
+    """Raise RequestError for an ended request that did not complete."""
     assert record.outcome is not None, "the request has not ended"
     if record.outcome is Outcome.COMPLETED:
-        return None
+        return
     code, text = _CODES[record.outcome]
     message = f"{text} ({record.detail})" if record.detail else text
     reason = record.reason or Reason.CLIENT_CANCELLED
     retry_s = record.retry_after_s if record.retry_after_s is not None else _RETRY_S.get(record.outcome)
-    return status_of(code, message, record.outcome.value, retry_s=retry_s, metadata={"reason": reason.value})
+    raise RequestError(code, message, record.outcome.value, retry_s=retry_s, why=reason)
 
 
-async def abort(context: grpc.aio.ServicerContext[Message, Message], status: status_pb2.Status) -> NoReturn:
-    """End the call with a rich status."""
+@asynccontextmanager
+async def explained(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Turn what goes wrong inside into the rich status of the call."""
+    try:
+        yield
+    except RequestError as error:
+        status = error.status
+    except Exception:
+        log.exception("a call failed in the service itself")
+        status = status_of(code_pb2.INTERNAL, "the service has a fault; its log has the details", "INTERNAL")
+    else:
+        return
     rich = rpc_status.to_status(status)
     await context.abort(rich.code, rich.details, rich.trailing_metadata)
-    raise AssertionError("abort raises")

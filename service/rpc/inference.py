@@ -15,10 +15,10 @@ from protos.plaserve.v1 import inference_pb2 as pb
 from protos.plaserve.v1 import status_pb2 as status_pb
 from service.core.types import Outcome
 from service.rpc.convert import Wishes, duration_of, summary_of, wishes_of
-from service.rpc.errors import InvalidField, RequestError, abort, status_of_record
+from service.rpc.errors import InvalidField, RequestError, explained, raise_unless_completed
 from service.rpc.intake import Intake
 from service.rpc.text import Detokenizer, StopFilter, TextCodec
-from service.runtime.contract import Ended, RequestHandle, RequestRecord, Runtime
+from service.runtime.contract import Ended, RequestHandle, Runtime
 from service.settings import LimitSettings
 
 log = logging.getLogger(__name__)
@@ -58,68 +58,67 @@ class InferenceServicer:
     async def generate(
         self, request: pb.GenerateRequest | None, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        handle, wishes = await self._submit(request, "GenerateRequest", context)
+        async with explained(context):
+            handle, wishes = await self._submit(request, "GenerateRequest", context)
+            try:
+                async for response in self._answer(handle, wishes):
+                    yield response
+            finally:
+                self._let_go(handle)
+
+    async def prefill(self, request: pb.PrefillRequest | None, context: Context) -> pb.PrefillResponse:
+        async with explained(context):
+            handle, _ = await self._submit(request, "PrefillRequest", context)
+            token_id = 0
+            try:
+                async for item in handle:
+                    if isinstance(item, Ended):
+                        raise_unless_completed(item.record)
+                    else:
+                        token_id = item.token_id
+            finally:
+                self._let_go(handle)
+            text = "" if token_id == self._codec.eos_id else self._codec.decode([token_id])
+            return pb.PrefillResponse(
+                first_token_id=token_id,
+                text=text,
+                summary=summary_of(handle.record),
+                pass_duration=duration_of(handle.record.first_pass_s),
+            )
+        raise AssertionError("explained ends the call")
+
+    async def _answer(self, handle: RequestHandle, wishes: Wishes) -> AsyncIterator[pb.GenerateResponse]:
+        """One message a token, whole characters only, and the summary. Raises RequestError."""
         text, stop = Detokenizer(self._codec), StopFilter(wishes.stops)
-        held: list[int] = []  # tokens whose text is not whole yet
-        try:
-            async for item in handle:
-                if isinstance(item, Ended):
-                    await self._raise_unless_completed(item.record, context)
-                    rest = stop.add("", last=True)
-                    yield pb.GenerateResponse(token_ids=held, text=rest, summary=summary_of(item.record))
-                    return
-                if stop.hit():
-                    continue  # tokens that were on their way when the stop text came
-                held.append(item.token_id)
+        async for item in handle:
+            if isinstance(item, Ended):
+                raise_unless_completed(item.record)
+                rest = stop.add(text.rest(), last=True)
+                yield pb.GenerateResponse(text=rest, summary=summary_of(item.record))
+            elif not stop.hit():  # after it only tokens come that were on their way
                 shown = "" if item.token_id == self._codec.eos_id else text.add(item.token_id)
                 shown = stop.add(shown)
                 if stop.hit():
                     handle.cancel(finished=True)
-                yield pb.GenerateResponse(token_ids=held, text=shown)
-                held = []
-        finally:
-            self._let_go(handle)
-
-    async def prefill(self, request: pb.PrefillRequest | None, context: Context) -> pb.PrefillResponse:
-        handle, _ = await self._submit(request, "PrefillRequest", context)
-        token_id = 0
-        try:
-            async for item in handle:
-                if isinstance(item, Ended):
-                    await self._raise_unless_completed(item.record, context)
-                    break
-                token_id = item.token_id
-        finally:
-            self._let_go(handle)
-        text = "" if token_id == self._codec.eos_id else self._codec.decode([token_id])
-        return pb.PrefillResponse(
-            first_token_id=token_id,
-            text=text,
-            summary=summary_of(handle.record),
-            pass_duration=duration_of(handle.record.first_pass_s),
-        )
+                yield pb.GenerateResponse(token_ids=[item.token_id], text=shown)
 
     async def _submit(
         self, request: pb.GenerateRequest | pb.PrefillRequest | None, message: str, context: Context
     ) -> tuple[RequestHandle, Wishes]:
-        """Check, tokenise and queue. Ends the call with a status where that fails."""
-        loop = asyncio.get_running_loop()
-        arrival_s = loop.time()
+        """Check, tokenise and queue. Raises RequestError."""
+        arrival_s = asyncio.get_running_loop().time()
         left_s = context.time_remaining()
         deadline_s = None if left_s is None else arrival_s + left_s
-        try:
-            if request is None:
-                raise InvalidField("message", f"these bytes are no plaserve.v1.{message}")
-            if deadline_s is not None and deadline_s <= arrival_s:
-                raise RequestError(
-                    code_pb2.DEADLINE_EXCEEDED,
-                    "the deadline is in the past; send a later one",
-                    Outcome.DEADLINE_EXCEEDED.value,
-                )
-            wishes = wishes_of(request, self._model.name, self._limits)
-            core_request, engine_request = await self._intake.prepare(wishes, arrival_s, deadline_s)
-        except RequestError as error:
-            await abort(context, error.status)
+        if request is None:
+            raise InvalidField("message", f"these bytes are no plaserve.v1.{message}; check the schema")
+        if deadline_s is not None and deadline_s <= arrival_s:
+            raise RequestError(
+                code_pb2.DEADLINE_EXCEEDED,
+                "the deadline is in the past; send a later one",
+                Outcome.DEADLINE_EXCEEDED.value,
+            )
+        wishes = wishes_of(request, self._model.name, self._limits)
+        core_request, engine_request = await self._intake.prepare(wishes, arrival_s, deadline_s)
         if self._trace is not None:
             metadata = {
                 key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)
@@ -128,18 +127,12 @@ class InferenceServicer:
         try:
             return self._runtime.submit(core_request, engine_request), wishes
         except ValueError as error:
-            status = RequestError(
+            raise RequestError(
                 code_pb2.ALREADY_EXISTS,
                 f"request_id: {error}; use another id",
                 "REQUEST_ID_IN_USE",
                 "request_id",
-            ).status
-            await abort(context, status)
-
-    async def _raise_unless_completed(self, record: RequestRecord, context: Context) -> None:
-        status = status_of_record(record)
-        if status is not None:
-            await abort(context, status)
+            ) from error
 
     def _let_go(self, handle: RequestHandle) -> None:
         """The call is over. If the request is not, the client left: cancel, unless its deadline passed,

@@ -87,7 +87,7 @@ class Intake:
         if len(token_ids) + wishes.max_new_tokens > tokens_max:
             raise InvalidField(
                 field,
-                f"is {len(token_ids)} tokens; with {wishes.max_new_tokens} to generate "
-                f"the context of {tokens_max} is exceeded",
+                f"is {len(token_ids)} tokens long and {wishes.max_new_tokens} are to be generated; the "
+                f"context is {tokens_max}: shorten the prompt or ask for fewer",
             )
         return token_ids, chain_hashes(token_ids, self._capabilities.block_tokens)

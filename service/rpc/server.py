@@ -38,10 +38,11 @@ class RpcServer:
         self.port = 0
         self._health = HealthServicer()
         self._server = grpc.aio.server(
+            maximum_concurrent_rpcs=settings.calls_max,
             options=(
                 ("grpc.max_receive_message_length", settings.message_bytes_max),
                 ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent sharing
-            )
+            ),
         )
         self._server.add_generic_rpc_handlers(
             (
@@ -71,8 +72,14 @@ class RpcServer:
         reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._server)
 
     async def start(self) -> None:
-        """Raises RuntimeError where the address can't be had."""
-        self.port = self._server.add_insecure_port(self._address)
+        """Raises OSError where the address can't be had."""
+        try:
+            self.port = self._server.add_insecure_port(self._address)
+        except RuntimeError as error:
+            message = (
+                f"server.port: can't listen on {self._address}; choose another port, or 0 for a free one"
+            )
+            raise OSError(message) from error
         await self._server.start()
         for name in ("", INFERENCE, STATUS):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)

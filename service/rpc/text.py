@@ -64,7 +64,7 @@ class BundleCodec:
 
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._special)
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:  # what a template can run into
             raise ChatError(str(error)) from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -97,20 +97,27 @@ class Detokenizer:
         self._context = 0  # decoding starts here: the tokenizer may treat a first token differently
         self._shown = 0  # tokens whose text has been given out
 
-    def add(self, token_id: int, *, last: bool = False) -> str:
-        """Text that became whole with `token_id`; `last` gives out what is left, broken or not."""
+    def add(self, token_id: int) -> str:
+        """Text that became whole with `token_id`."""
         self._ids.append(token_id)
-        before = self._codec.decode(self._ids[self._context : self._shown])
-        text = self._codec.decode(self._ids[self._context :])
+        text = self._new_text()
         waiting = len(self._ids) - self._shown
-        if text.endswith(_UNFINISHED) and not last and waiting < _UNFINISHED_TOKENS_MAX:
+        if text.endswith(_UNFINISHED) and waiting < _UNFINISHED_TOKENS_MAX:
             return ""
         self._context, self._shown = self._shown, len(self._ids)
-        return text[len(before) :]
+        return text
+
+    def rest(self) -> str:
+        """What is left at the end, without the character that never became whole."""
+        return self._new_text().rstrip(_UNFINISHED)
+
+    def _new_text(self) -> str:
+        before = self._codec.decode(self._ids[self._context : self._shown])
+        return self._codec.decode(self._ids[self._context :])[len(before) :]
 
 
 class StopFilter:
-    """Cuts a stream of text before the first of `stops`."""
+    """Cuts a stream of text before the stop text that is complete first, however the stream is split."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -126,10 +133,10 @@ class StopFilter:
         if self._hit:
             return ""
         text, self._held = self._held + text, ""
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._hit = True
-            return text[: min(found)]
+            return text[: min(found)[1]]
         held = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

@@ -102,7 +102,21 @@ BAD: list[tuple[str, pb.GenerateRequest]] = [
             prompt=pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(role="god", content="x")]))
         ),
     ),
+    ("prompt.tokens.ids", pb.GenerateRequest(prompt=pb.Prompt(tokens=pb.TokenIds(ids=[7] * 200_000)))),
+    (
+        "prompt.chat.messages",
+        pb.GenerateRequest(prompt=pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * 5000))),
+    ),
+    (
+        "prompt.chat.messages",
+        pb.GenerateRequest(prompt=pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(role="user")]))),
+    ),
     ("max_tokens", ask(max_tokens=1_000_000)),
+    ("sampling.temperature", ask(sampling=pb.Sampling(temperature=1e9))),
+    ("sampling.top_k", ask(sampling=pb.Sampling(top_k=4_000_000_000))),
+    ("sampling.top_p", ask(sampling=pb.Sampling(top_p=float("nan")))),
+    ("scheduling.ttft_slo", ask(scheduling=pb.Scheduling(ttft_slo=Duration()))),
+    ("scheduling.ttft_slo", ask(scheduling=pb.Scheduling(ttft_slo=Duration(seconds=90_000)))),
     ("sampling.temperature", ask(sampling=pb.Sampling(temperature=float("nan")))),
     ("sampling.temperature", ask(sampling=pb.Sampling(temperature=-1.0))),
     ("sampling.top_p", ask(sampling=pb.Sampling(top_p=0.0))),
