@@ -23,6 +23,7 @@ QUESTIONS = (
     "Which is larger, the Earth or the Moon?",
 )
 LOG_DIR = Path("var/demo")
+FIT_ERROR_MAX = 0.1  # a quiet machine gives a few percent
 
 
 def demo(
@@ -52,6 +53,7 @@ def demo(
         settings = Settings(policy_names(policies), rounds, seconds, load, seed)
         path = bundle or _build(console)
         served = served_by_bundle(path)
+        _say_what_is_served(path, console)
         with console.status("Drawing the load: real text, cut to length with the model's tokenizer"):
             plan = make_plan(settings, served)
     except ValueError as error:
@@ -79,8 +81,28 @@ def _build(console: Console) -> Path:
             path = ensure_bundle(Path("bundles"), progress)
     except BuildError as error:
         fail(error)
-    console.print(f"  ready in {path}")
     return path
+
+
+def _say_what_is_served(path: Path, console: Console) -> None:
+    """The bundle's cost model in a line, and a warning where its fit is poor."""
+    from engines.bundle import open_bundle
+
+    manifest = open_bundle(path).manifest
+    cost, model = manifest.cost, manifest.cost.model
+    console.print(
+        f"  {path}: {manifest.backend.threads} engine thread(s); by the fitted cost model 64 tokens take "
+        f"{model.request_s(64) * 1e3:.0f} ms, 1024 take {model.request_s(1024) * 1e3:.0f} ms; "
+        f"knee {cost.knee_tokens} tokens, median error {cost.median_error:.0%}"
+    )
+    if cost.median_error > FIT_ERROR_MAX:
+        console.print(
+            Text(
+                "  The fit is poor: the machine was probably busy while it was calibrated. Load and order rest "
+                "on it. On a quiet machine: plaserve build --force",
+                style="yellow",
+            )
+        )
 
 
 def _write(report: Report, out: Path) -> None:
