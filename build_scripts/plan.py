@@ -29,8 +29,6 @@ from engines.profiles import Profiles
 VERSIONS = {"fetch": 1, "convert": 1, "verify": 1, "calibrate": 2, "manifest": 1, "publish": 1}
 
 PROBE_TOKENS_MAX = 256  # the verification loads the T-classes up to this size only
-CALIBRATION_S = 45.0
-QUICK_CALIBRATION_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,6 @@ def make_plan(spec: BuildSpec, host: Host, converter_digest: str) -> Plan:
     engine: dict[str, object] = {"threads": spec.threads, "precision": spec.precision}
     shapes: dict[str, object] = {"t": spec.profiles.t_classes, "h": spec.profiles.h_classes}
     measured = calibration_profiles(spec.profiles, quick=spec.quick)
-    measure_s = QUICK_CALIBRATION_S if spec.quick else CALIBRATION_S
     source = spec.source
     keys: dict[str, str] = {}
 
@@ -116,11 +113,11 @@ def make_plan(spec: BuildSpec, host: Host, converter_digest: str) -> Plan:
         ),
         step(
             "calibrate",
-            f"measure {len(shapes_of(measured))} profiles for about {measure_s:.0f} s, fit the cost model",
+            f"measure {len(shapes_of(measured))} profiles for {spec.calibration_s:.0f} s, fit the cost model",
             ("convert", "verify"),
             (CALIBRATION, MEASURED),
-            {**machine, **engine, **shapes, "quick": spec.quick},
-            3.0 + warm_estimate_s(measured) + measure_s,
+            {**machine, **engine, **shapes, "quick": spec.quick, "time_s": spec.calibration_s},
+            3.0 + warm_estimate_s(measured) + spec.calibration_s,
         ),
         step(
             "manifest",

@@ -20,7 +20,7 @@ from build_scripts.calibrate import (
 from build_scripts.convert import FACTS, code_digest, convert
 from build_scripts.fetch import WEIGHTS, fetch
 from build_scripts.manifest import bundle_files, make_manifest, read_json
-from build_scripts.plan import CALIBRATION_S, QUICK_CALIBRATION_S, Plan, make_plan, probe_profiles
+from build_scripts.plan import Plan, make_plan, probe_profiles
 from build_scripts.progress import Progress, Silent
 from build_scripts.spec import DEFAULT_MODEL, BuildError, BuildSpec, build_spec
 from build_scripts.store import Store, publish
@@ -50,7 +50,11 @@ def plan_build(spec: BuildSpec) -> Plan:
 def steps_done(plan: Plan) -> dict[str, bool]:
     """Which steps an interrupted or earlier build has left valid outputs for."""
     store = Store(plan.spec.work_dir)
-    done = {step.name: store.done(step.name, step.key) for step in plan.steps if step.name != "publish"}
+    done = {
+        step.name: store.done(step.name, step.key, step.after)
+        for step in plan.steps
+        if step.name != "publish"
+    }
     return {**done, "publish": is_current(plan)}
 
 
@@ -77,12 +81,12 @@ def build(spec: BuildSpec, progress: Progress | None = None, *, force: bool = Fa
             return spec.bundle_dir
         actions = _actions(plan, store, progress)
         for step in plan.steps[:-1]:
-            if store.done(step.name, step.key) and not (force and step.name != "fetch"):
+            if store.done(step.name, step.key, step.after) and not (force and step.name != "fetch"):
                 progress.skip(step.name)
                 continue
             progress.begin(step.name, step.does)
             progress.end(actions[step.name](store.begin(step.name)))
-            store.commit(step.name, step.key)
+            store.commit(step.name, step.key, step.after)
         progress.begin("publish", plan.steps[-1].does)
         files = [*bundle_files(store), store.folder("manifest") / MANIFEST]
         publish(files, spec.bundle_dir, spec.work_dir)
@@ -165,11 +169,10 @@ def _calibrate(spec: BuildSpec, store: Store, out: Path, progress: Progress) -> 
     profiles = calibration_profiles(spec.profiles, quick=spec.quick)
     engine = _load(spec, store, profiles, progress)
     warm_s = time.monotonic() - start_s
-    budget_s = QUICK_CALIBRATION_S if spec.quick else CALIBRATION_S
     shapes = shapes_of(profiles)
     try:
-        progress.update(0.0, f"measuring {len(shapes)} profiles for about {budget_s:.0f} s")
-        calibration = measure_shapes(engine.measure, shapes, budget_s, update=progress.update)
+        progress.update(0.0, f"measuring {len(shapes)} profiles for about {spec.calibration_s:.0f} s")
+        calibration = measure_shapes(engine.measure, shapes, spec.calibration_s, update=progress.update)
         capabilities = engine.capabilities
     finally:
         engine.close()

@@ -15,10 +15,16 @@ BACKENDS = ("openvino_cpu",)
 _PLANNED_BACKENDS = {"trtllm": "comes with the TensorRT-LLM pipeline"}
 PRECISIONS = ("bf16", "f32")
 THREADS_MAX = 1024
+CALIBRATION_S = 45.0
+QUICK_CALIBRATION_S = 8.0
 
 
 class BuildError(Exception):
     """The build can't go on; the message says what to do about it."""
+
+
+class FetchError(BuildError):
+    """The weights can't be downloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,11 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
 @dataclass(frozen=True, slots=True)
 class BuildSpec:
-    """One build. `quick`: a short calibration, good enough for tests. `gguf`: a local copy of the weights."""
+    """One build.
+
+    calibration_s: time for measuring, warm-up apart. quick: measure a part of the profiles only.
+    gguf: a local copy of the weights.
+    """
 
     source: ModelSource
     out: Path
@@ -74,6 +84,7 @@ class BuildSpec:
     threads: int
     precision: str = "bf16"
     backend: str = "openvino_cpu"
+    calibration_s: float = CALIBRATION_S
     quick: bool = False
     gguf: Path | None = None
 
@@ -122,6 +133,7 @@ def build_spec(
         threads=default_threads() if threads is None else threads,
         precision=precision,
         backend=backend,
+        calibration_s=QUICK_CALIBRATION_S if quick else CALIBRATION_S,
         quick=quick,
         gguf=gguf,
     )

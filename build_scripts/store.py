@@ -1,8 +1,9 @@
 """Outputs of build steps on disk: one folder a step, valid for one content key.
 
-A step writes into `<step>.part`. When it is through, `step.json` with its key and the hashes of its
-outputs is added and the folder renamed to `<step>`: what carries the final name is complete, whatever was
-interrupted. A step is done when its folder holds the wanted key and every output still has its hash.
+A step writes into `<step>.part`. When it is through, `step.json` is added and the folder renamed to `<step>`:
+what carries the final name is complete, whatever was interrupted. The record holds the step's key, the hashes
+of its outputs and those of the outputs that it read. A step is done when all three still hold: the same key
+is not enough, because a repeated step need not give the same bytes (graphs and timings do not).
 
 One build at a time works in a folder: `lock` waits for the other one, for a bounded time.
 """
@@ -14,9 +15,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from build_scripts.spec import BuildError
 from engines.bundle import sha256_file
@@ -34,13 +36,18 @@ class Store:
     def folder(self, step: str) -> Path:
         return self.root / step
 
-    def done(self, step: str, key: str) -> bool:
-        """Whether the outputs of `step` are there, undamaged, and belong to `key`."""
-        folder = self.folder(step)
+    def done(self, step: str, key: str, after: Iterable[str] = ()) -> bool:
+        """Whether the outputs of `step` are there and undamaged, of this `key` and of these `after`."""
         try:
-            record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-            return record["key"] == key and all(
-                sha256_file(folder / name) == digest for name, digest in record["outputs"].items()
+            record = self._record(step)
+            current = {other: self._record(other)["outputs"] for other in after}
+            return (
+                record["key"] == key
+                and record["read"] == current
+                and all(
+                    sha256_file(self.folder(step) / name) == digest
+                    for name, digest in record["outputs"].items()
+                )
             )
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             return False
@@ -52,12 +59,15 @@ class Store:
         part.mkdir(parents=True)
         return part
 
-    def commit(self, step: str, key: str) -> None:
-        """Make what `begin` gave out the outputs of `step`."""
+    def commit(self, step: str, key: str, after: Iterable[str] = ()) -> None:
+        """Make what `begin` gave out the outputs of `step`, made from those of the steps `after`."""
         part, folder = self._part(step), self.folder(step)
-        outputs = {path.name: sha256_file(path) for path in sorted(part.iterdir())}
-        record = json.dumps({"key": key, "outputs": outputs}, indent=2)
-        (part / _RECORD).write_text(record + "\n", encoding="utf-8")
+        record = {
+            "key": key,
+            "read": {other: self._record(other)["outputs"] for other in after},
+            "outputs": {path.name: sha256_file(path) for path in sorted(part.iterdir())},
+        }
+        (part / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
 
@@ -76,6 +86,10 @@ class Store:
                         raise BuildError(f"another build holds {self.root}: wait for it to end") from None
                     time.sleep(_LOCK_POLL_S)
             yield
+
+    def _record(self, step: str) -> dict[str, Any]:
+        record: dict[str, Any] = json.loads((self.folder(step) / _RECORD).read_text(encoding="utf-8"))
+        return record
 
     def _part(self, step: str) -> Path:
         return self.root / f"{step}.part"
