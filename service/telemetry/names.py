@@ -125,13 +125,13 @@ DEPTH = Metric("plaserve_depth_tokens", _G, "D: tokens at which a short pass is 
 BOUNDARY = Metric("plaserve_boundary_tokens", _G, "L_m at no history: where a prefill gets compute-bound.")
 KNEE = Metric("plaserve_knee_tokens", _G, "T from which added tokens cost linearly.")
 DRAINING = Metric("plaserve_draining", _G, "1 while the service refuses new work to stop.")
-INSTANCE_UP = Metric("plaserve_instance_up", _G, "1 while the instance takes passes.", ("instance",))
-DECODING = Metric("plaserve_instance_decoding_requests", _G, "Requests that decode there.", ("instance",))
+INSTANCE_UP = Metric("plaserve_instance_up", _G, "1 while the instance takes passes.", ("instance_id",))
+DECODING = Metric("plaserve_instance_decoding_requests", _G, "Requests that decode there.", ("instance_id",))
 KV_BLOCKS = Metric(
     "plaserve_kv_blocks",
     _G,
     "KV blocks: held by a request, cached (reusable and evictable) or free.",
-    ("instance", "state"),
+    ("instance_id", "state"),
 )
 LOOP_LAG = Metric(
     "plaserve_event_loop_lag_seconds",

@@ -121,7 +121,7 @@ async def test_lost_passes_are_counted_and_nothing_is_kept():
     await finish(*handles)
     assert found("plaserve_passes_lost_total", reason="pass_failed") == 1
     assert found("plaserve_passes_lost_total", reason="instance_lost") == 1
-    assert found("plaserve_instance_up", instance="i0") == 0
+    assert found("plaserve_instance_up", instance_id="i0") == 0
     (observer,) = service.telemetry.observers
     assert (observer._live, observer._predicted_s) == ({}, {})
 
