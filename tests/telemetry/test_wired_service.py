@@ -44,6 +44,13 @@ class Service:
         self.inference = InferenceServiceStub(channel)
         self._status = StatusServiceStub(channel)
         self.cut_off = -1  # requests, known when it has ended
+        self._stopping = False
+
+    def stop(self) -> None:
+        """By the signal that an operator would send. Once: a second one would end the test run."""
+        if not self._stopping:
+            self._stopping = True
+            os.kill(os.getpid(), signal.SIGTERM)
 
     async def generate(self, text: str, max_tokens: int = 4, **call: object) -> pb.Summary:
         request = pb.GenerateRequest(prompt=pb.Prompt(text=text), max_tokens=max_tokens)
@@ -55,7 +62,7 @@ class Service:
 
 @asynccontextmanager
 async def serving(chosen: Settings, **options: object) -> AsyncIterator[Service]:
-    """Stops it by the signal that an operator would send."""
+    """Stops it in the end, if it still runs."""
     ready = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(serve(chosen, load(chosen), ready=ready.set_result, **options))
     await asyncio.wait((ready, running), return_when=asyncio.FIRST_COMPLETED)
@@ -66,7 +73,7 @@ async def serving(chosen: Settings, **options: object) -> AsyncIterator[Service]
         service = Service(ready.result(), channel)
         yield service
         if not running.done():
-            os.kill(os.getpid(), signal.SIGTERM)
+            service.stop()
         service.cut_off = await running
 
 
@@ -121,7 +128,7 @@ async def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
         async with asyncio.timeout(10.0):
             while not (await service.status()).submitted_count:  # noqa: ASYNC110 - nothing tells when
                 await asyncio.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        service.stop()
         async with asyncio.timeout(10.0):
             while not (await service.status()).draining:  # noqa: ASYNC110 - nothing tells when
                 await asyncio.sleep(0.001)
