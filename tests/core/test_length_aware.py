@@ -15,7 +15,7 @@ from helpers import (
     simulate,
     spec,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from service.core.policy import Instance
@@ -80,12 +80,17 @@ def test_a_short_waits_for_one_bounded_chunk(name: str, tokens: int, arrives_s: 
     assert_all_complete(result)
 
 
+@pytest.mark.parametrize("chunk_s_max", [0.001, 0.15])
 @pytest.mark.parametrize("name", sorted(ENGINES))
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(drawn=LOADS)
-def test_a_long_chunk_is_never_below_the_knee(name: str, drawn: list[tuple[float, int, int]]) -> None:
-    """A pass without shorts is led by a chunk of at least a knee of tokens, or by the tail of its prompt."""
-    result, scheduler = simulate(load(drawn), on=ENGINES[name])
+def test_a_long_chunk_is_never_below_the_knee(
+    name: str, chunk_s_max: float, drawn: list[tuple[float, int, int]]
+) -> None:
+    """A pass without shorts is led by a chunk of at least a knee of tokens, or by the tail of its prompt,
+    however short a pass is asked for."""
+    knobs = SchedulerSettings(long_chunk_s_max=chunk_s_max)
+    result, scheduler = simulate(load(drawn), on=ENGINES[name], knobs=knobs)
     knee = scheduler.instances["i0"].pricer.knee_tokens
     for _, command in dispatches(result):
         if all(prompt_of(result, i) > SHORT_MAX for i in ids_of(command)):
@@ -148,6 +153,19 @@ def test_no_request_starves_under_a_flood_of_shorts(name: str, seen: int, tokens
     assert any(command.reason is Reason.AGED for _, command in passes)
 
 
+def test_an_overload_of_longs_leaves_the_shorts_their_half() -> None:
+    """With more aged longs than can be served a short waits for two passes, not for its own ageing."""
+    knobs = SchedulerSettings(age_bound_s=2.0)
+    longs = [request(f"l{i}", 3000, 0.0, max_new_tokens=1) for i in range(20)]
+    shorts = [request(f"s{i}", 40, 0.5 * i, max_new_tokens=1) for i in range(40)]
+    result, _ = simulate([*longs, *shorts], on=ENGINES["classed"], knobs=knobs)
+    aged = [now_s for now_s, command in dispatches(result) if command.reason is Reason.AGED]
+    assert aged[0] < 5.0
+    assert aged[-1] > 15.0
+    pass_s = max(command.numbers.predicted_s for _, command in dispatches(result))
+    assert max(result.records[s.request_id].ttft_s or 1e9 for s in shorts) <= 3 * pass_s < 1.0
+
+
 def test_prompts_in_parts_make_room_for_the_aged() -> None:
     """Where one prompt only may be in parts, it goes on every other pass once another is aged, so that the
     other starts within age_bound + 2 (n + chunks + 1) d; a chunk every age bound would take far longer."""
@@ -164,6 +182,25 @@ def test_prompts_in_parts_make_room_for_the_aged() -> None:
     second_s = next(now_s for now_s, command in passes if "l1" in ids_of(command))
     pass_s = max(command.numbers.predicted_s for _, command in passes)
     assert 4.0 <= second_s <= 4.0 + 2 * (10 + chunks + 1) * pass_s < 12.0
+
+
+@pytest.mark.parametrize("lead_s", [0.0, 0.05])
+@settings(max_examples=20)
+@given(drawn=LOADS, allowed=st.integers(1, 3))
+@example(drawn=[(0.0, 2000, 1)] * 3, allowed=1)
+def test_prompts_in_parts_are_bounded(
+    lead_s: float, drawn: list[tuple[float, int, int]], allowed: int
+) -> None:
+    """No more prompts than allowed hold KV between chunks, staged or not."""
+    knobs = SchedulerSettings(partial_requests_max=allowed, stage_lead_s=lead_s, long_chunk_s_max=0.05)
+    result, _ = simulate(load(drawn), knobs=knobs)
+    in_parts: set[str] = set()
+    for _, command in dispatches(result):
+        for item in command.pass_.items:
+            whole = item.history + item.new_tokens == prompt_of(result, item.request_id)
+            (in_parts.discard if whole else in_parts.add)(item.request_id)
+        assert len(in_parts) <= allowed
+    assert_all_complete(result)
 
 
 def test_small_requests_overtake_one_without_room_for_a_while() -> None:
