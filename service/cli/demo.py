@@ -98,8 +98,8 @@ def _say_what_is_served(path: Path, console: Console) -> None:
     if cost.median_error > FIT_ERROR_MAX:
         console.print(
             Text(
-                "  The fit is poor: the machine was probably busy while it was calibrated. Load and order rest "
-                "on it. On a quiet machine: plaserve build --force",
+                "  The fit is poor: the machine was probably busy while it was calibrated. Load and order "
+                "rest on it. On a quiet machine: plaserve build --force",
                 style="yellow",
             )
         )
