@@ -2,8 +2,8 @@
 
 Prefill sizes over history are measured, and the small T that decode steps map to. Rounds visit all shapes
 in a new random order each, so that a slow drift of the machine (temperature, its neighbours) spreads over
-all shapes alike. Short passes are repeated within a visit, slow ones left out after two rounds. Time is
-bounded: rounds until the budget is spent, two at least, one on a very slow machine.
+all shapes alike. Short passes are repeated within a visit, slow ones measured once. Time is bounded: rounds
+until the budget is spent, two at least, one on a very slow machine.
 
 Disturbance only ever adds time. What a pass waited while other processes had its core is known to the kernel
 and subtracted. What its core lost to a busy sibling is not: therefore the lower quartile of a shape's times
@@ -28,16 +28,12 @@ MEASURED = "measured.json"  # the fit and the limits of the engine that was meas
 Measure = Callable[[int, int], float]  # (new tokens, history tokens) -> seconds of one pass
 Shape = tuple[int, int]
 
-# A CPU reads weights and KV and computes with the same cores: the corner between the two is rounder than on a
-# GPU, and the end of the range, 1, means that they simply add up.
-SMOOTH_P_BOUNDS = (1.0, 16.0)
-
 _QUICK_TOKENS_MAX = 512
 _ATTENTION_MAX = 5e6  # T (T + 2H) beyond which only the largest shape is measured: such passes take seconds
 _ROUNDS_MAX = 25
 _VISIT_S = 0.02  # short passes are repeated for about this long in a visit
 _VISIT_PASSES_MAX = 5
-_SLOW_SHARE = 0.02  # of the budget: slower passes are measured in the first two rounds only
+_SLOW_SHARE = 0.03  # of the budget: slower passes are measured in the first round only
 _OVERRUN = 3.0  # times the budget, waiting included, after which one round must do
 
 
@@ -90,7 +86,7 @@ def measure_shapes(
         return Calibration(times_s, waited_s / (waited_s + measured_s))
 
     for round_ in range(_ROUNDS_MAX):
-        kept = [s for s in shapes if round_ < 2 or min(times_s[s]) < _SLOW_SHARE * budget_s]
+        kept = [s for s in shapes if round_ == 0 or min(times_s[s]) < _SLOW_SHARE * budget_s]
         for shape in order.sample(kept, len(kept)):
             late = time.monotonic() - start_s > _OVERRUN * budget_s
             if (round_ >= 2 and measured_s > budget_s) or (round_ >= 1 and late):
@@ -105,7 +101,7 @@ def measure_shapes(
 
 
 def fit_calibration(calibration: Calibration, origin: str) -> FitResult:
-    return fit(calibration.samples, origin=origin, smooth_p_bounds=SMOOTH_P_BOUNDS)
+    return fit(calibration.samples, origin=origin)
 
 
 def write_csv(path: Path, model: str, calibration: Calibration, result: FitResult) -> None:

@@ -8,9 +8,11 @@ linearly.
 `launch` can't be told from `weights` by pass times alone, so it is 0 unless the caller measured it. How
 sharp the corner between memory and compute is, `smooth_p`, is fitted within stated bounds: kernels differ in
 how well they overlap the two. Coefficients that the samples say nothing about (history, when none has any)
-are 0. `gamma_w` and `smooth_p` shape the same corner, so samples alone hardly tell them apart, and L_m would
-wander with the choice of samples. Writing KV is cheap beside computing a token: `gamma_w` is pulled weakly
-to 0.
+are 0.
+
+`gamma_w` and `smooth_p` shape the same corner, so samples alone hardly tell them apart, and
+L_m and the knee would wander with the choice of samples. Writing KV is cheap beside computing a token (at most
+1 % or so for the models here), so `gamma_w` is pulled to 0: it must earn its size by a better fit.
 
 The problem has several local minima, depending on which side of the corner the small passes start: a fixed
 set of starting points is tried and the best end point kept, so equal samples always give an equal model.
@@ -31,9 +33,7 @@ from engines.cost_model import CostModel, PassShape
 SAMPLES_MIN = 8  # six coefficients and two to spare
 SMOOTH_P_BOUNDS = (2.0, 16.0)
 _ROBUST_SCALE = 0.05  # log-time error from which a sample counts as an outlier
-_GAMMA_W_PULL = (
-    0.2  # weight of gamma_w's share of the time per token, in log-time errors; see the module text
-)
+_GAMMA_W_PULL = 2.0  # log-time error that gamma_w counts as, were it all of the time per token
 _START_SHARES = ((0.1, 0.9), (0.9, 0.1), (0.001, 0.5))  # (alpha, beta) in their scales
 _COLUMNS = ("model", "batch", "new_tokens", "history", "prefill_ms")
 

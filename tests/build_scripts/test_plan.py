@@ -119,7 +119,8 @@ def test_calibration_takes_turns_and_ends() -> None:
 
     shapes = [(t, h) for t in (1, 8, 64) for h in (0, 256)]
     calibration = measure_shapes(measure, shapes, 1.0)
-    assert all(len(times) >= 2 for times in calibration.times_s.values())
+    once = {shape for shape, times in calibration.times_s.items() if len(times) == 1}
+    assert once == {shape for shape in shapes if shape[0] == 64}  # slow passes would eat the budget
     assert set(order[:6]) == set(shapes)  # the first round visits each once
     assert sum(sum(times) for times in calibration.times_s.values()) <= 1.0 + 0.32
     assert [s.time_s for s in calibration.samples] == pytest.approx([1e-3 * t + 1e-6 * h for t, h in shapes])
