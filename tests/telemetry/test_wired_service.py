@@ -146,9 +146,10 @@ async def test_a_drain_ends_in_time_and_says_what_it_cut_off() -> None:
         async with asyncio.timeout(10.0):
             while not (await service.status()).submitted_count:  # noqa: ASYNC110 - nothing tells when
                 await asyncio.sleep(0.01)
+        service.stop()
+        with pytest.raises(grpc.aio.AioRpcError) as cut:
+            await running
     assert service.cut_off == 1
-    with pytest.raises(grpc.aio.AioRpcError) as cut:
-        await running
     assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
