@@ -29,9 +29,9 @@ Measure = Callable[[int, int], float]  # (new tokens, history tokens) -> seconds
 Shape = tuple[int, int]
 
 _QUICK_TOKENS_MAX = 512
-_ATTENTION_MAX = 5e6  # T (T + 2H) beyond which only the largest shape is measured: such passes take seconds
+_ATTENTION_MAX = 5e6  # T (T + 2H) beyond which a pass over history takes seconds and is not measured
 _ROUNDS_MAX = 25
-_VISIT_S = 0.02  # short passes are repeated for about this long in a visit
+_VISIT_S = 0.15  # short passes are repeated for about this long in a visit
 _VISIT_PASSES_MAX = 5
 _SLOW_SHARE = 0.03  # of the budget: slower passes are measured in the first round only
 _OVERRUN = 3.0  # times the budget, waiting included, after which one round must do
@@ -64,8 +64,8 @@ def shapes_of(profiles: Profiles) -> tuple[Shape, ...]:
     shapes = {(t, h_classes[0]) for t in profiles.t_classes} | {
         (t, h) for t in over_history for h in h_classes
     }
-    kept = {(t, h) for t, h in shapes if t * (t + 2 * h) <= _ATTENTION_MAX}
-    return tuple(sorted(kept | {(profiles.tokens_max, h_classes[-1])}))
+    attention_max = max(_ATTENTION_MAX, profiles.tokens_max * (profiles.tokens_max + 2 * h_classes[0]))
+    return tuple(sorted((t, h) for t, h in shapes if t * (t + 2 * h) <= attention_max))
 
 
 def measure_shapes(
