@@ -112,9 +112,8 @@ class Pump:
             raise ValueError(f"request id {request.request_id} is already live")
         record = RequestRecord(request)
         handle = Handle(self, record, engine_request)
+        self.send(Submit(request))  # first: the core may still hold the id in a pass that runs unheard
         self._handles[request.request_id] = handle
-        self._idle.clear()
-        self.send(Submit(request))
         known = self.scheduler.target_of(request.request_id)
         if known is not None:
             record.lane, record.ttft_target_s = known
@@ -187,9 +186,9 @@ class Pump:
                     self._pass_lost(instance_id, pass_id, Reason.INSTANCE_LOST, error, now_s)
             case _:
                 pass
+        self.scheduler.on_event(event, now_s)
         if self._event_log is not None:
             self._event_log.event(now_s, event)
-        self.scheduler.on_event(event, now_s)
         if isinstance(event, PassFinished):
             self._end_finished(event.result)
         self._poll_soon()

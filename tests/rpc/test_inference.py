@@ -283,3 +283,22 @@ async def test_reflection_lists_the_services(service: Any) -> None:
     answers = [item async for item in stub.ServerReflectionInfo(iter([request]))]
     names = {entry.name for entry in answers[0].list_services_response.service}
     assert {"plaserve.v1.InferenceService", "plaserve.v1.StatusService", "grpc.health.v1.Health"} <= names
+
+
+async def test_an_id_whose_cancelled_pass_still_runs_is_in_use_until_it_is_over(run_service: Any) -> None:
+    async with run_service(time_scale=10.0) as service:
+        call = service.inference.Generate(ask("r" * 600, request_id="again"))
+        for _ in range(100):
+            if (await books(service)).running_count:
+                break
+            await asyncio.sleep(0.01)
+        call.cancel()
+        for _ in range(100):
+            if (await books(service)).outcome_counts.get("CANCELLED"):
+                break
+            await asyncio.sleep(0.01)
+        code, _, _ = await refusal(service, ask(request_id="again"))
+        assert code is grpc.StatusCode.ALREADY_EXISTS
+        await answer(service, ask())  # the pass is over when another one ran
+        assert (await answer(service, ask(request_id="again")))[-1].HasField("summary")
+        assert await service.pump.drain(5.0) == 0
