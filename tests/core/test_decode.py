@@ -6,7 +6,7 @@ import math
 
 import pytest
 from helpers import CLASSED, CPU_COST, RECTANGULAR, instance, tracked
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.core.decode import DecodeRule, DecodeStep
@@ -106,6 +106,7 @@ def test_a_running_prefill_is_prefills_turn() -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.3])
+@settings(max_examples=30)
 @given(prefills=st.lists(st.floats(0.01, 0.15), min_size=200, max_size=200))
 def test_share_is_guaranteed(share: float, prefills: list[float]) -> None:
     """Over a long run decode gets its share of the engine's time, up to one step, without any ITL bound."""
