@@ -39,7 +39,7 @@ class Settings:
 
     policies: tuple[str, ...] = ("fcfs", "plaserve")
     rounds: int = 4
-    seconds: float = 32.0
+    seconds: float = 25.0
     load_ratio: float = 0.7
     seed: int = 1
     timeout_s: float = 60.0

@@ -108,7 +108,7 @@ def compare(
         "bundles/SmolLM2-135M-Instruct"
     ),
     rounds: Annotated[int, typer.Option(help="Rounds; each policy has one turn in every round.")] = 4,
-    seconds: Annotated[float, typer.Option(help="Length of one turn under load, seconds.")] = 30.0,
+    seconds: Annotated[float, typer.Option(help="Length of one turn under load, seconds.")] = 25.0,
     load_ratio: Annotated[
         float, typer.Option("--load", help="Share of the capacity by the cost model, above 0, below 1.")
     ] = 0.7,

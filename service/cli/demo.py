@@ -28,7 +28,7 @@ FIT_ERROR_MAX = 0.1  # a quiet machine gives a few percent
 
 def demo(
     rounds: Annotated[int, typer.Option(help="Rounds; each policy has one turn in every round.")] = 4,
-    seconds: Annotated[float, typer.Option(help="Length of one turn under load, seconds.")] = 30.0,
+    seconds: Annotated[float, typer.Option(help="Length of one turn under load, seconds.")] = 25.0,
     load: Annotated[
         float, typer.Option(help="Share of the capacity by the cost model, above 0, below 1.")
     ] = 0.7,
@@ -45,7 +45,7 @@ def demo(
 
     Builds the bundle of a small real model unless there is one, starts a service per policy on the loopback
     interface, asks a few questions, then sends both the same mixed load over gRPC (chats and a few long
-    documents) in alternating rounds, and prints one table. Takes about six minutes, two of them to build.
+    documents) in alternating rounds, and prints one table. Takes about six minutes on two quiet cores, two of them to build.
     """
     console = Console(highlight=False)
     begin_s = time.monotonic()
