@@ -45,7 +45,7 @@ def demo(
 
     Builds the bundle of a small real model unless there is one, starts a service per policy on the loopback
     interface, asks a few questions, then sends both the same mixed load over gRPC (chats and a few long
-    documents) in alternating rounds, and prints one table. Takes about six minutes on two quiet cores, two of them to build.
+    documents) in alternating rounds, and prints one table. Takes some minutes, two of them to build.
     """
     console = Console(highlight=False)
     begin_s = time.monotonic()
