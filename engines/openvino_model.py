@@ -73,7 +73,7 @@ class PackedModel:
             model.validate_nodes_and_infer_types()
         _keep_logits_exact(model)
         options = {
-            "INFERENCE_PRECISION_HINT": precision,
+            "INFERENCE_PRECISION_HINT": _compute_precision(core, precision),
             "INFERENCE_NUM_THREADS": threads,
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
@@ -203,6 +203,12 @@ def _read(core: Any, path: Path) -> Any:
         return core.read_model(path)
     except RuntimeError as error:
         raise ValueError(f"{path} is not a model that OpenVINO reads; build the bundle again") from error
+
+
+def _compute_precision(core: Any, precision: str) -> str:
+    """`precision` where the CPU has instructions for it, else f32. KV is kept in `precision` all the same."""
+    capabilities: list[str] = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return precision if precision == "f32" or precision.upper() in capabilities else "f32"
 
 
 def _keep_logits_exact(model: Any) -> None:

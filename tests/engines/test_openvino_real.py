@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("openvino")
 
 from engines.openvino_cpu import OpenVinoCpuEngine
-from engines.openvino_model import MODEL_XML
+from engines.openvino_model import MODEL_XML, PackedModel
 from engines.profiles import Profiles
 from engines.types import EngineRequest, Layout, Padding, Pass, PassItem, PassKind
 
@@ -54,6 +54,10 @@ def built() -> Path:
     path = Path(__file__).parents[2] / "bundles" / "SmolLM2-135M-Instruct"
     if not (path / MODEL_XML).is_file():
         pytest.skip("no bundle is built: run `plaserve build`")
+    try:
+        PackedModel(path / MODEL_XML, blocks=1, rows_max=1, threads=1, precision="f32")
+    except ValueError as error:
+        pytest.skip(f"the bundle is of another version: {error}")
     return path
 
 
