@@ -100,16 +100,17 @@ def ensure_bundle(
 ) -> Path:
     """The directory of a bundle of `model` that is valid on this machine; built when there is none.
 
-    An existing bundle is kept whatever its calibration (quick or full, threads, precision) while it opens
-    here and its graph and profiles are the present ones. Raises BuildError.
+    An existing bundle is kept, whatever its threads and precision, while it opens here and its graph and
+    profiles are the present ones. A quickly calibrated one will do only where `quick` is asked for. Raises
+    BuildError.
     """
     spec = build_spec(out_dir, model=model, quick=quick)
     try:
         manifest = open_bundle(spec.bundle_dir).manifest
     except BundleMismatch:
         return build(spec, progress)
-    converted = plan_build(spec).keys["convert"]
-    if manifest.steps.get("convert") == converted and manifest.profiles == spec.profiles:
+    present = plan_build(spec).keys["convert"], spec.profiles
+    if (manifest.steps.get("convert"), manifest.profiles) == present and (quick or not manifest.cost.quick):
         return spec.bundle_dir
     return build(spec, progress)
 

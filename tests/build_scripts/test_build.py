@@ -10,6 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
 
 pytest.importorskip("openvino")
 
@@ -21,6 +24,7 @@ from build_scripts.verify import greedy
 from engines.bundle import BundleMismatch, open_bundle
 from engines.cost_fit import read_csv
 from engines.openvino_cpu import OpenVinoCpuEngine
+from service.cli.build import register
 from tests.build_scripts import tiny
 
 STEPS = ["fetch", "convert", "verify", "calibrate", "manifest"]
@@ -215,3 +219,36 @@ def test_waiting_for_another_build_is_bounded(tmp_path: Path) -> None:
         pass
     with store.lock(timeout_s=0.3):  # and is over with the other build
         pass
+
+
+def _invoke(*arguments: str) -> Result:
+    app = typer.Typer()
+    register(app)
+    app.callback()(lambda: None)  # a command group, as the real one is
+    return CliRunner().invoke(app, ["build", *arguments])
+
+
+def test_the_command_checks_a_bundle(built: BuildSpec, tmp_path: Path) -> None:
+    good = _invoke("--check", str(built.bundle_dir))
+    assert good.exit_code == 0, good.output
+    assert "valid on this machine" in good.output
+    assert "L_m" in good.output
+    bad = _invoke("--check", str(tmp_path))
+    assert bad.exit_code == 1
+    assert "error: bundle" in bad.stderr
+    assert "plaserve build" in bad.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--backend", "trtllm"), "not built here yet: comes with the TensorRT-LLM pipeline"),
+        (("--model", "gpt"), "model 'gpt' is not known"),
+        (("--gguf", "absent.gguf"), "no such file"),
+    ],
+)
+def test_the_command_refuses_in_one_line(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    result = _invoke("--out", str(tmp_path), *arguments)
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
