@@ -10,9 +10,9 @@ sharp the corner between memory and compute is, `smooth_p`, is fitted within sta
 how well they overlap the two. Coefficients that the samples say nothing about (history, when none has any)
 are 0.
 
-`gamma_w` and `smooth_p` shape the same corner, so samples alone hardly tell them apart, and
-L_m and the knee would wander with the choice of samples. Writing KV is cheap beside computing a token (at most
-1 % or so for the models here), so `gamma_w` is pulled to 0: it must earn its size by a better fit.
+`gamma_w` and `smooth_p` shape the same corner, so samples alone hardly tell them apart, and L_m and the knee
+would wander with the choice of samples. Writing KV is cheap beside computing a token (1 % of it or less), so
+`gamma_w` is pulled to 0: it must earn its size by a better fit.
 
 The problem has several local minima, depending on which side of the corner the small passes start: a fixed
 set of starting points is tried and the best end point kept, so equal samples always give an equal model.
