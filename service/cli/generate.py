@@ -30,26 +30,33 @@ def generate(
         bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")
     ] = False,
     system: Annotated[str, typer.Option(help="System message of the chat.")] = "",
-    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens; 0: the server's default.")] = 0,
+    max_tokens: Annotated[
+        int, typer.Option(min=0, help="Longest answer in tokens; 0: the server's default.")
+    ] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Makes an answer with temperature repeatable.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Makes an answer with temperature repeatable.")] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")
     ] = None,
     ttft_slo: Annotated[str, typer.Option(help="Target for the first token, like 0.4s or 400ms.")] = "",
     session: Annotated[str, typer.Option(help="Keeps the KV for the next turn of the same session.")] = "",
-    timeout: Annotated[float, typer.Option(help="gRPC deadline in seconds.")] = 120.0,
+    timeout: Annotated[float, typer.Option(min=0, help="gRPC deadline in seconds.")] = 120.0,
 ) -> None:
     """Stream the answer to PROMPT, then one line about how it was served."""
+    if raw and system:
+        fail("--system needs the chat template; leave --raw out", code=2)
     text = sys.stdin.read() if prompt == "-" else prompt
     messages = [pb.ChatMessage(role="system", content=system)] if system else []
     messages.append(pb.ChatMessage(role="user", content=text))
-    request = pb.GenerateRequest(
-        prompt=pb.Prompt(text=text) if raw else pb.Prompt(chat=pb.Chat(messages=messages)),
-        max_tokens=max_tokens,
-        sampling=pb.Sampling(temperature=temperature, seed=seed, stop=stop or []),
-        scheduling=pb.Scheduling(session=session),
-    )
+    try:
+        request = pb.GenerateRequest(
+            prompt=pb.Prompt(text=text) if raw else pb.Prompt(chat=pb.Chat(messages=messages)),
+            max_tokens=max_tokens,
+            sampling=pb.Sampling(temperature=temperature, seed=seed, stop=stop or []),
+            scheduling=pb.Scheduling(session=session),
+        )
+    except ValueError as error:  # a number beyond the field of the proto
+        fail(f"{error}; use a smaller number", code=2)
     if ttft_slo:
         request.scheduling.ttft_slo.CopyFrom(duration_of(_seconds(ttft_slo)))
     try:

@@ -67,11 +67,16 @@ def serve(
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("loading and warming the engine", total=None)
             loaded = load(settings, lambda done, total: progress.update(task, completed=done, total=total))
-        cut_off = asyncio.run(run(settings, loaded, ready=ready, record=record))
+    except ImportError as error:
+        fail(f"backend {settings.engine.backend}: {error}; install it with pip install 'plaserve[cpu]'")
     except (SettingsError, BundleMismatch, ValueError, OSError, RuntimeError) as error:
         fail(error)
+    try:
+        cut_off = asyncio.run(run(settings, loaded, ready=ready, record=record))
+    except OSError as error:  # an address or the record file; anything else is a bug and shows as one
+        fail(error)
     if cut_off:
-        fail(f"{cut_off} requests were cut off by the drain time-out")
+        typer.secho(f"plaserve: {cut_off} requests were cut off by server.drain_timeout_s", err=True)
 
 
 def _logging(level: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Annotated
 
@@ -36,7 +37,7 @@ def status(
         if as_json:
             typer.echo(MessageToJson(answer, always_print_fields_with_no_presence=True))
         elif watch:
-            with Live(_view(answer), console=Console()) as live:
+            with Live(_view(answer), console=Console()) as live, contextlib.suppress(KeyboardInterrupt):
                 while True:
                     time.sleep(1.0)
                     live.update(_view(asyncio.run(_ask(addr))))
