@@ -1,4 +1,4 @@
-"""The Engine protocol: what every adapter offers, checked by one contract suite (tests/engines/test_contract.py).
+"""The Engine protocol: what every adapter offers, checked by one suite (tests/engines/test_contract.py).
 
 An engine is synchronous and single-threaded: the runtime calls it from one worker thread. All methods but
 `execute` return at once.

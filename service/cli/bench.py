@@ -63,7 +63,7 @@ def _counter(codec: TextCodec) -> CountTokens:
     """Counts a chat of one user message the way the service does."""
 
     def count(text: str) -> int:
-        return len(codec.encode(codec.chat_text([{"role": "user", "content": text}])))
+        return len(codec.encode_chat([{"role": "user", "content": text}]))
 
     return count
 

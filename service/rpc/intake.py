@@ -75,7 +75,7 @@ class Intake:
         elif wishes.messages is not None:
             field = "prompt.chat.messages"
             try:
-                token_ids = tuple(self._codec.encode(self._codec.chat_text(wishes.messages)))
+                token_ids = tuple(self._codec.encode_chat(wishes.messages))
             except ChatError as error:
                 raise InvalidField(field, f"do not fit the chat template: {error}") from error
         else:

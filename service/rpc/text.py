@@ -9,12 +9,14 @@ Detokenising a stream: a token may end inside a character, so `Detokenizer` hold
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 Message = dict[str, str]  # role, content
 
+_MARK = re.compile("(\ue000\\d+\ue001)")  # private characters: stands for a message's content
 _UNFINISHED = "\ufffd"  # what decoders put for bytes that are no character (yet)
 _UNFINISHED_TOKENS_MAX = 4  # a UTF-8 character has at most 4 bytes; more is no character at all
 
@@ -29,10 +31,12 @@ class TextCodec(Protocol):
     vocab_size: int
     eos_id: int
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a prompt as it is: control tokens spelled out in it count as such."""
 
-    def chat_text(self, messages: Sequence[Message]) -> str:
-        """The prompt that stands for `messages`. Raises ChatError."""
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of the prompt that stands for `messages`. What a message says is text, never control
+        tokens. Raises ChatError."""
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -45,6 +49,10 @@ class BundleCodec:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(tokenizer_path))
+        self._plain = Tokenizer.from_file(str(tokenizer_path))
+        self._plain.encode_special_tokens = True  # spelled-out control tokens are text to this one
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self._control_tokens = tuple(token.content for token in added if token.special)
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _raise
         self._template = environment.from_string(chat_template)
@@ -59,7 +67,24 @@ class BundleCodec:
     def encode(self, text: str) -> list[int]:
         return self._bos + list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def chat_text(self, messages: Sequence[Message]) -> str:
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        spelled = [m for m in messages if any(token in m["content"] for token in self._control_tokens)]
+        if not spelled:
+            return self.encode(self._chat_text(messages))
+        # Somebody writes control tokens into a message. The template goes through the tokenizer with them,
+        # what is said without, piece by piece, so that nobody can end their turn and speak for another.
+        marks = [f"\ue000{index}\ue001" for index in range(len(messages))]
+        said = {mark: m["content"] for mark, m in zip(marks, messages, strict=True)}
+        text = self._chat_text([{**m, "content": mark} for mark, m in zip(marks, messages, strict=True)])
+        ids = list(self._bos)
+        for piece in _MARK.split(text):
+            if piece in said:
+                ids += self._plain.encode(said[piece], add_special_tokens=False).ids
+            elif piece:
+                ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
+        return ids
+
+    def _chat_text(self, messages: Sequence[Message]) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -81,8 +106,8 @@ class ByteCodec:
     def encode(self, text: str) -> list[int]:
         return [byte + self._OFFSET for byte in text.encode()]
 
-    def chat_text(self, messages: Sequence[Message]) -> str:
-        return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: ")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(ord("a") + token_id % 26) for token_id in token_ids if token_id != self.eos_id)
