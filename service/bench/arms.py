@@ -36,12 +36,26 @@ class ArmError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """How to start one server. `arguments` follow `plaserve serve`; `environment` adds to the present one."""
+    """How to start one server. `arguments` follow `plaserve serve`; `environment` adds to the present one.
+
+    policy: the name of the arm, a policy and maybe scheduler settings: `fcfs` or `fcfs:budget_tokens=512`,
+        more of them joined by `+`.
+    """
 
     policy: str
     arguments: tuple[str, ...]
     log_path: Path
     environment: Mapping[str, str]
+
+    @property
+    def policy_name(self) -> str:
+        return self.policy.partition(":")[0]
+
+    @property
+    def knobs(self) -> dict[str, str]:
+        """The scheduler settings of the arm's name as environment variables; `serve` checks them."""
+        knobs = (knob.partition("=") for knob in self.policy.partition(":")[2].split("+") if knob)
+        return {f"PLASERVE_SCHEDULER__{name.strip().upper()}": value.strip() for name, _, value in knobs}
 
 
 def free_ports(count: int) -> list[int]:
@@ -71,7 +85,8 @@ async def server(spec: ServerSpec, ready_s_max: float = READY_S_MAX) -> AsyncIte
     address = f"127.0.0.1:{port}"
     command = (
         sys.executable, "-c", "from service.cli import main; main()", "serve",
-        "--policy", spec.policy, "--port", str(port), "--metrics-port", str(metrics_port), *spec.arguments,
+        "--policy", spec.policy_name, "--port", str(port), "--metrics-port", str(metrics_port),
+        *spec.arguments,
     )  # fmt: skip
     spec.log_path.parent.mkdir(parents=True, exist_ok=True)
     with spec.log_path.open("wb") as log:
@@ -80,7 +95,7 @@ async def server(spec: ServerSpec, ready_s_max: float = READY_S_MAX) -> AsyncIte
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **spec.environment},
+            env={**os.environ, **spec.environment, **spec.knobs},
         )
     try:
         await _ready(process, address, spec, ready_s_max)

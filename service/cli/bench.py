@@ -75,7 +75,10 @@ def arm_specs(
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[ServerSpec]:
     """One server per policy, alike but for the policy."""
-    return [ServerSpec(policy, arguments, log_dir / f"{policy}.log", environment) for policy in policies]
+    return [
+        ServerSpec(policy, arguments, log_dir / f"{policy.replace(':', '-')}.log", environment)
+        for policy in policies
+    ]
 
 
 def run_comparison(
@@ -102,7 +105,12 @@ def fail_if_broken(report: Report, console: Console) -> None:
 
 
 def compare(
-    policies: Annotated[str, typer.Option(help="With commas; ratios are to the first.")] = "fcfs,plaserve",
+    policies: Annotated[
+        str,
+        typer.Option(
+            help="With commas; ratios are to the first. A policy may have settings: fcfs:budget_tokens=512."
+        ),
+    ] = "fcfs,plaserve",
     backend: Annotated[Backend, typer.Option(help="Engine behind every arm.")] = Backend.OPENVINO_CPU,
     bundle: Annotated[Path, typer.Option(help="Bundle that every arm serves.")] = Path(
         "bundles/SmolLM2-135M-Instruct"

@@ -22,6 +22,20 @@ def spec(tmp_path: Path, policy: str = "plaserve", **environment: str) -> Server
     return ServerSpec(policy, SIMULATED, tmp_path / "server.log", environment)
 
 
+async def test_an_arm_may_change_scheduler_settings_and_a_wrong_one_is_named(tmp_path: Path) -> None:
+    arm = spec(tmp_path, "fcfs:budget_tokens=512+itl_bound_s=0.1")
+    assert arm.policy_name == "fcfs"
+    assert arm.knobs == {
+        "PLASERVE_SCHEDULER__BUDGET_TOKENS": "512",
+        "PLASERVE_SCHEDULER__ITL_BOUND_S": "0.1",
+    }
+    async with server(arm) as address:
+        assert (await status(address)).policy == "fcfs"
+    with pytest.raises(ArmError, match="BUDGET_TOKEN"):
+        async with server(spec(tmp_path, "fcfs:budget_token=512")):
+            pass
+
+
 def test_compare_runs_both_policies_and_writes_the_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
