@@ -15,11 +15,13 @@ from service.core.types import InstanceSpec, Outcome, Reason, Reject, Request
 
 @dataclass(frozen=True, slots=True)
 class QueueLoad:
-    """What waits now, and how fast it is being served (for the retry hint)."""
+    """What waits now, in all and in the long lane, and how fast it is being served (for the retry hint)."""
 
     requests: int
     tokens: int
     tokens_per_s: float
+    long_requests: int = 0
+    long_tokens: int = 0
 
 
 class Admission:
@@ -43,19 +45,29 @@ class Admission:
             return Reject(
                 request.request_id, Outcome.REJECTED_TOO_LARGE, Reason.NEVER_FITS, str(too_large[0])
             )
-        return self._over_bound(request, load)
+        return self._over_bound(request, load, load.requests, load.tokens, 1.0)
 
-    def _over_bound(self, request: Request, load: QueueLoad) -> Reject | None:
-        bounds = self._settings
-        if load.requests + 1 > bounds.queue_requests_max:
+    def long_refusal(self, request: Request, load: QueueLoad) -> Reject | None:
+        """As `refusal`, for a request of the long lane: part of the queue is kept for short ones, so that a
+        backlog of long prompts never gets a short one refused."""
+        share = 1.0 - self._settings.queue_short_share
+        return self._over_bound(request, load, load.long_requests, load.long_tokens, share)
+
+    def _over_bound(
+        self, request: Request, load: QueueLoad, requests: int, tokens: int, share: float
+    ) -> Reject | None:
+        """Whether `request` would pass `share` of a bound, where `requests` and `tokens` wait already."""
+        requests_max = share * self._settings.queue_requests_max
+        tokens_max = share * self._settings.queue_tokens_max
+        if requests + 1 > requests_max:
             reason = Reason.QUEUE_COUNT
-            detail = f"{load.requests} requests wait; the bound is {bounds.queue_requests_max}"
-        elif load.tokens + request.prompt_tokens > bounds.queue_tokens_max:
+            detail = f"{requests} requests wait; the bound is {requests_max:.0f}"
+        elif tokens + request.prompt_tokens > tokens_max:
             reason = Reason.QUEUE_TOKENS
-            detail = f"{load.tokens} prompt tokens wait; the bound is {bounds.queue_tokens_max}"
+            detail = f"{tokens} prompt tokens wait; the bound is {tokens_max:.0f}"
         else:
             return None
-        retry_s = max(bounds.retry_after_s, 0.5 * load.tokens / load.tokens_per_s)
+        retry_s = max(self._settings.retry_after_s, 0.5 * load.tokens / load.tokens_per_s)
         return Reject(request.request_id, Outcome.REJECTED_CAPACITY, reason, detail, retry_s)
 
 

@@ -125,12 +125,11 @@ class PrefillScheduler:
         if request.request_id in self.live or request.request_id in self._unheard:
             raise ValueError(f"request id {request.request_id} is already live")
         self.submitted += 1
-        refusal = self._refusal(request, now_s)
-        if refusal is not None:
-            self.outcomes[refusal.outcome] += 1
-            self._emit(refusal)
+        tracked = self._admit(request, now_s)
+        if isinstance(tracked, Reject):
+            self.outcomes[tracked.outcome] += 1
+            self._emit(tracked)
             return
-        tracked = classify(request, self.instances.values(), self.settings, self.submitted)
         self.live[request.request_id] = tracked
         self._arrivals.append(tracked)
         self.policy.add(tracked, now_s, arrival=True)
@@ -139,15 +138,21 @@ class PrefillScheduler:
             timeout = Timeout(tracked, Outcome.DEADLINE_EXCEEDED, Reason.DEADLINE_PASSED)
             self._timeouts.add(request.deadline_s, timeout)
 
-    def _refusal(self, request: Request, now_s: float) -> Reject | None:
+    def _admit(self, request: Request, now_s: float) -> Tracked | Reject:
+        """The live record of `request`, or why it is refused."""
         if self.draining:
             detail = "the service is shutting down"
             return Reject(request.request_id, Outcome.REJECTED_DRAINING, Reason.DRAINING, detail)
-        loads = [self.policy.lane_load(lane) for lane in Lane]
+        short, long = (self.policy.lane_load(lane) for lane in (Lane.SHORT, Lane.LONG))
         tokens_per_s = max(1.0, sum(i.tokens_per_s for i in self.instances.values()))
-        load = QueueLoad(sum(n for n, _ in loads), sum(t for _, t in loads), tokens_per_s)
+        load = QueueLoad(short[0] + long[0], short[1] + long[1], tokens_per_s, *long)
         specs = (instance.spec for instance in self.instances.values())
-        return self._admission.refusal(request, load, specs, now_s)
+        refusal = self._admission.refusal(request, load, specs, now_s)
+        if refusal is not None:
+            return refusal
+        tracked = classify(request, self.instances.values(), self.settings, self.submitted)
+        crowded = self._admission.long_refusal(request, load) if tracked.lane is Lane.LONG else None
+        return crowded or tracked
 
     def _cancel(self, event: Cancel, now_s: float) -> None:
         tracked = self.live.get(event.request_id)

@@ -58,6 +58,7 @@ class SchedulerSettings:
     stage_lead_s: float = 0.0  # stage the next pass this long before the running one ends; 0: never
     queue_requests_max: int = 1024
     queue_tokens_max: int = 524_288
+    queue_short_share: float = 0.25  # of both bounds, kept for the short lane
     queue_age_s_max: float = 60.0  # a request that has not started by then is refused
     no_instance_s_max: float = 2.0  # with no instance up, live requests are given up after this
     retry_after_s: float = 1.0  # told to refused clients when no better estimate is at hand
@@ -77,5 +78,6 @@ class SchedulerSettings:
             raise ValueError(
                 f"window_s_min ({self.window_s_min}) must not exceed window_s_max ({self.window_s_max})"
             )
-        if self.decode_share_min >= 1.0:
-            raise ValueError(f"decode_share_min must be below 1, got {self.decode_share_min}")
+        for name in ("decode_share_min", "queue_short_share"):
+            if getattr(self, name) >= 1.0:
+                raise ValueError(f"{name} must be below 1, got {getattr(self, name)}")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from service.core.admission import Admission, QueueLoad, misfit
 from service.core.settings import SchedulerSettings
-from service.core.types import InstanceSpec, InstanceUp, Outcome, Reason, Reject, Submit
+from service.core.types import InstanceSpec, InstanceUp, Lane, Outcome, Reason, Reject, Submit
 from service.policies import make_scheduler
 
 KNOBS = SchedulerSettings(queue_requests_max=10, queue_tokens_max=1000, retry_after_s=2.0)
@@ -50,6 +50,23 @@ def test_the_scheduler_never_queues_past_its_bounds(policy: str, prompts: list[i
     refused = [c for c in scheduler.poll(0.0) if isinstance(c, Reject)]
     assert len(refused) + len(scheduler.live) == len(prompts)
     assert all((c.retry_after_s or 0.0) >= 2.0 for c in refused)
+
+
+@pytest.mark.parametrize("policy", ["plaserve", "fcfs"])
+def test_a_backlog_of_long_prompts_leaves_room_for_short_ones(policy: str) -> None:
+    """However many long requests come, a quarter of both bounds stays for the short lane."""
+    knobs = SchedulerSettings(queue_requests_max=40, queue_tokens_max=100_000)
+    scheduler = make_scheduler(policy, knobs)
+    scheduler.on_event(InstanceUp(spec()), 0.0)
+    for number in range(60):
+        scheduler.on_event(Submit(request(f"long{number}", 2000, 0.0)), 0.0)
+    assert scheduler.policy.lane_load(Lane.LONG) == (30, 60_000)
+    for number in range(10):
+        scheduler.on_event(Submit(request(f"short{number}", 100, 0.0)), 0.0)
+    assert scheduler.policy.lane_load(Lane.SHORT) == (10, 1000)
+    refused = [c for c in scheduler.poll(0.0) if isinstance(c, Reject)]
+    assert {c.request_id for c in refused} == {f"long{number}" for number in range(30, 60)}
+    assert all("the bound is 30" in c.detail for c in refused)
 
 
 @pytest.mark.parametrize(
