@@ -32,6 +32,7 @@ from service.telemetry import Telemetry, TelemetrySettings
 log = logging.getLogger(__name__)
 
 INSTANCE_ID = "local"
+STOP_GRACE_S = 1.0  # for last answers to reach their clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +83,23 @@ async def serve(
         if event_log is not None:
             stack.callback(event_log.close)
         pump = _pump(settings, loaded, telemetry, event_log)
-        await pump.start()
-        stack.push_async_callback(pump.close)
-        telemetry.bind(pump.snapshot)
         codec = _codec(loaded)
         intake = Intake(codec, loaded.engine.capabilities, settings.limits)
         stack.callback(intake.close)
         inference = InferenceServicer(pump, codec, intake, model, settings.limits, telemetry.request_context)
         server = RpcServer(settings.server, inference, StatusServicer(pump, model))
+        # The pump closes first: what it cuts off is told so while its call is still open.
+        stack.push_async_callback(server.stop, STOP_GRACE_S)
+        stack.push_async_callback(pump.close)
+        await pump.start()
+        telemetry.bind(pump.snapshot)
         await server.start()
         metrics = settings.telemetry
         metrics_address = f"{metrics.metrics_host}:{telemetry.metrics_port}" if metrics.metrics else ""
         ready(Ready(f"{settings.server.host}:{server.port}", model, metrics_address))
         await _until_stopped(stop)
         await server.not_serving()
-        cut_off = await pump.drain(settings.server.drain_timeout_s)
-        await server.stop(grace_s=1.0)
-        return cut_off
+        return await pump.drain(settings.server.drain_timeout_s)
 
 
 def _pump(settings: Settings, loaded: LoadedEngine, telemetry: Telemetry, event_log: EventLog | None) -> Pump:

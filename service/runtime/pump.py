@@ -155,14 +155,14 @@ class Pump:
         return len(self._handles)
 
     async def close(self) -> None:
-        """Stop. Requests that still live end as ENGINE_FAILED."""
-        if self._timer is not None:
-            self._timer.cancel()
+        """Stop. Requests that still live end as ENGINE_FAILED, later ones are refused: no instance is up."""
         for instance_id in list(self.scheduler.instances):
             self.send(InstanceDown(instance_id, "the service is stopping"))
         self._poll()
         for request_id in list(self._handles):
             self._end(request_id, Outcome.ENGINE_FAILED, Reason.DRAINING, "the service is stopping")
+        self._event_log = None  # whoever gave it closes it next; polls may still be on their way
+        self._wake_at(None)
         for worker in self._workers.values():
             worker.connect(lambda event: None)
             await worker.close()

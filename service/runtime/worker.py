@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
-from engines.base import Engine, PassError
+from engines.base import Engine, EngineError, PassError
 from engines.simulated import SimulatedModel
 from engines.types import EngineRequest, EngineStats, KvEvent, Pass, PassResult
 from service.core.slot import WorkerSlot
@@ -149,16 +149,20 @@ class ThreadRunner:
             outcome = self._engine.execute(pass_)
         except Exception as error:
             outcome = _as_outcome(error)
-        kv_events = self._engine.kv_events() if isinstance(outcome, PassResult | PassError) else ()
-        self._stats = self._engine.stats()
+        kv_events: Sequence[KvEvent] = ()
+        if isinstance(outcome, PassResult | PassError):
+            try:
+                kv_events, self._stats = self._engine.kv_events(), self._engine.stats()
+            except Exception as error:  # the pass must be answered, or its requests wait for ever
+                outcome = EngineError(f"no word from the engine after a pass: {error}")
         loop.call_soon_threadsafe(done, outcome, kv_events)
 
     def _cancel(self, request_id: str) -> None:
         try:
             self._engine.cancel(request_id)
+            self._stats = self._engine.stats()
         except Exception:
             log.exception("cancelling %s failed; its blocks may stay taken", request_id)
-        self._stats = self._engine.stats()
 
 
 class TimedRunner:

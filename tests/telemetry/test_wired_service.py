@@ -139,9 +139,11 @@ async def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
     assert service.cut_off == 0
 
 
-async def test_a_drain_ends_in_time_and_says_what_it_cut_off() -> None:
+async def test_a_drain_ends_in_time_and_says_what_it_cut_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     chosen = settings(**{"engine.simulated_time_scale": 20.0, "server.drain_timeout_s": 0.2})
-    async with serving(chosen) as service:
+    async with serving(chosen, record=tmp_path / "events.jsonl") as service:
         running = asyncio.create_task(service.generate("d" * 3000, max_tokens=500))
         async with asyncio.timeout(10.0):
             while not (await service.status()).submitted_count:  # noqa: ASYNC110 - nothing tells when
@@ -149,8 +151,12 @@ async def test_a_drain_ends_in_time_and_says_what_it_cut_off() -> None:
         service.stop()
         with pytest.raises(grpc.aio.AioRpcError) as cut:
             await running
+    await asyncio.sleep(0)  # what the pump left to the next turn of the loop runs now
     assert service.cut_off == 1
     assert cut.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "the service is stopping" in (cut.value.details() or "")
+    assert "grpc-status-details-bin" in dict(cut.value.trailing_metadata() or ())
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_a_recorded_run_replays_to_the_same_commands(tmp_path: Path) -> None:
