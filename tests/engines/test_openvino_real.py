@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("openvino")
 
 from engines.openvino_cpu import OpenVinoCpuEngine
-from engines.openvino_model import MODEL_XML, PackedModel
 from engines.profiles import Profiles
 from engines.types import EngineRequest, Layout, Padding, Pass, PassItem, PassKind
 
@@ -48,25 +47,16 @@ def answers(engine: OpenVinoCpuEngine, bundle_dir: Path, chunk: int, together: b
     return [tokenizer.decode(found[question]) for question in QUESTIONS]
 
 
-@pytest.fixture(scope="module")
-def built() -> Path:
-    """The bundle that `plaserve build` leaves in the repository."""
-    path = Path(__file__).parents[2] / "bundles" / "SmolLM2-135M-Instruct"
-    if not (path / MODEL_XML).is_file():
-        pytest.skip("no bundle is built: run `plaserve build`")
-    try:
-        PackedModel(path / MODEL_XML, blocks=1, rows_max=1, threads=1, precision="f32")
-    except ValueError as error:
-        pytest.skip(f"the bundle is of another version: {error}")
-    return path
-
-
 @pytest.mark.parametrize("precision", ["f32", "bf16"])
-def test_answers_name_paris_and_do_not_depend_on_how_they_are_computed(built: Path, precision: str) -> None:
-    engine = OpenVinoCpuEngine.load(built, PROFILES, threads=1, precision=precision, kv_capacity_tokens=1024)
-    alone = answers(engine, built, chunk=64, together=False)
+def test_answers_name_paris_and_do_not_depend_on_how_they_are_computed(
+    bundle_dir: Path, precision: str
+) -> None:
+    engine = OpenVinoCpuEngine.load(
+        bundle_dir, PROFILES, threads=1, precision=precision, kv_capacity_tokens=1024
+    )
+    alone = answers(engine, bundle_dir, chunk=64, together=False)
     # This run also starts from what the first one left in the prefix cache.
-    driven = answers(engine, built, chunk=13, together=True)
+    driven = answers(engine, bundle_dir, chunk=13, together=True)
     engine.close()
     assert "Paris" in alone[0]
     assert "Paris" in driven[0]
