@@ -146,7 +146,9 @@ def _docstrings(module_name: str) -> Iterator[str]:
     except ImportError:
         return
     yield inspect.getdoc(module) or ""
-    for _, member in inspect.getmembers(module, lambda m: inspect.isclass(m) or inspect.isfunction(m)):
+    for _, member in sorted(vars(module).items()):  # not getmembers: it also wakes deprecated names
+        if not (inspect.isclass(member) or inspect.isfunction(member)):
+            continue
         if member.__module__ != module.__name__:
             continue
         yield inspect.getdoc(member) or ""
