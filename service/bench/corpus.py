@@ -145,13 +145,15 @@ def _docstrings(module_name: str) -> Iterator[str]:
         module = importlib.import_module(module_name)
     except ImportError:
         return
-    yield inspect.getdoc(module) or ""
-    for _, member in sorted(vars(module).items()):  # not getmembers: it also wakes deprecated names
+    yield inspect.cleandoc(module.__doc__ or "")
+    # What a module and its classes hold themselves: looking further wakes deprecated names.
+    for _, member in sorted(vars(module).items()):
         if not (inspect.isclass(member) or inspect.isfunction(member)):
             continue
         if member.__module__ != module.__name__:
             continue
-        yield inspect.getdoc(member) or ""
+        yield inspect.cleandoc(member.__doc__ or "")
         if inspect.isclass(member):
-            for _, method in inspect.getmembers(member, inspect.isfunction):
-                yield inspect.getdoc(method) or ""
+            for _, method in sorted(vars(member).items()):
+                if inspect.isfunction(method):
+                    yield inspect.cleandoc(method.__doc__ or "")
