@@ -62,7 +62,9 @@ MODELS = {
             licence="Apache-2.0",
             parameters=134_515_008,
             kv_values_per_token=11_520,
-            probe_question="What is the capital of France?",
+            # Its answer leads by a logit or more; for "What is the capital of France?" it is 0.08, which
+            # another CPU's rounding in bfloat16 may turn round.
+            probe_question="Name the capital of France.",
             probe_answer="Paris",
         ),
     )

@@ -15,7 +15,9 @@ from engines.types import EngineRequest, Layout, Padding, Pass, PassItem, PassKi
 pytestmark = pytest.mark.cpu_engine
 
 PROFILES = Profiles(Layout.PACKED, Padding.CLASS, (4, 32, 128), (0, 256), block_mask=True)
-QUESTIONS = ("What is the capital of France?", "Write one sentence about GPUs.")
+CLOSE = "What is the capital of France?"  # "The" leads by 0.08: bfloat16 may turn it round
+CLEAR = "Name the capital of France."
+QUESTIONS = (CLEAR, CLOSE, "Write one sentence about GPUs.")
 ANSWER_TOKENS = 8
 
 
@@ -61,4 +63,5 @@ def test_answers_name_paris_and_do_not_depend_on_how_they_are_computed(
     assert "Paris" in alone[0]
     assert "Paris" in driven[0]
     if precision == "f32":
+        assert "Paris" in alone[1]
         assert driven == alone
