@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +141,3 @@ class CostModel:
         """The same engine on a clock on which everything takes `factor` times as long."""
         names = ("launch_s", "weights_s", "alpha", "beta", "gamma_w", "gamma_r")
         return replace(self, **{name: getattr(self, name) * factor for name in names})
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> CostModel:
-        unknown = set(data) - set(cls.__dataclass_fields__)
-        if unknown:
-            raise ValueError(f"cost model: unknown field {sorted(unknown)[0]!r}")
-        return cls(**data)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from service.cli.failures import fail
+
 if TYPE_CHECKING:
     from build_scripts.plan import Plan
     from build_scripts.spec import BuildSpec
@@ -61,9 +63,8 @@ def build(
             _show_plan(plan_build(spec))
         else:
             _build(spec, force)
-    except (BuildError, BundleMismatch) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+    except (BuildError, BundleMismatch, OSError) as error:  # OSError: a directory or disk that takes no more
+        fail(error)
 
 
 def _build(spec: BuildSpec, force: bool) -> None:

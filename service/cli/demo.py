@@ -79,7 +79,7 @@ def _build(console: Console) -> Path:
     try:
         with RichProgress(console) as progress:
             path = ensure_bundle(Path("bundles"), progress)
-    except BuildError as error:
+    except (BuildError, OSError) as error:  # OSError: a disk that takes no more
         fail(error)
     return path
 

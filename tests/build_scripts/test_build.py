@@ -235,7 +235,7 @@ def test_the_command_checks_a_bundle(built: BuildSpec, tmp_path: Path) -> None:
     assert "L_m" in good.output
     bad = _invoke("--check", str(tmp_path))
     assert bad.exit_code == 1
-    assert "error: bundle" in bad.stderr
+    assert "plaserve: bundle" in bad.stderr
     assert "plaserve build" in bad.stderr
 
 

@@ -184,8 +184,10 @@ async def test_a_deadline_in_the_past_and_one_that_passes(service: Any, run_serv
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await answer(slow, ask("d" * 3000), timeout=0.3)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await asyncio.sleep(0.2)
-        assert dict((await books(slow)).outcome_counts) == {"DEADLINE_EXCEEDED": 1}
+        async with asyncio.timeout(5.0):
+            while not (counts := dict((await books(slow)).outcome_counts)):  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.01)
+        assert counts == {"DEADLINE_EXCEEDED": 1}
 
 
 async def test_beyond_the_bound_refusal_is_early_and_says_when_to_retry(run_service: Any) -> None:
@@ -263,7 +265,9 @@ async def test_health_turns_with_the_drain_and_new_work_is_refused(service: Any)
     check = health_pb2.HealthCheckRequest(service="plaserve.v1.InferenceService")
     assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.SERVING
     running = asyncio.create_task(answer(service, ask("h" * 1500, max_tokens=8)))
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(5.0):
+        while not (await books(service)).submitted_count:  # noqa: ASYNC110 - nothing tells when
+            await asyncio.sleep(0.01)
     await service.server.not_serving()
     assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.NOT_SERVING
     drained = asyncio.create_task(service.pump.drain(10.0))
