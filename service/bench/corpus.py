@@ -145,15 +145,20 @@ def _docstrings(module_name: str) -> Iterator[str]:
         module = importlib.import_module(module_name)
     except ImportError:
         return
-    yield inspect.cleandoc(module.__doc__ or "")
+    yield _doc(module)
     # What a module and its classes hold themselves: looking further wakes deprecated names.
     for _, member in sorted(vars(module).items()):
         if not (inspect.isclass(member) or inspect.isfunction(member)):
             continue
         if member.__module__ != module.__name__:
             continue
-        yield inspect.cleandoc(member.__doc__ or "")
+        yield _doc(member)
         if inspect.isclass(member):
             for _, method in sorted(vars(member).items()):
                 if inspect.isfunction(method):
-                    yield inspect.cleandoc(method.__doc__ or "")
+                    yield _doc(method)
+
+
+def _doc(thing: object) -> str:
+    text = thing.__doc__
+    return inspect.cleandoc(text) if isinstance(text, str) else ""  # a class may hold a descriptor there
