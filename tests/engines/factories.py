@@ -17,7 +17,7 @@ from engines.base import Engine
 from engines.cost_model import CostModel
 from engines.profiles import Profiles
 from engines.simulated import SimulatedEngine, SimulatedModel
-from engines.types import Capabilities, Chunking, DecodeMode, Layout, Padding
+from engines.types import Capabilities, Chunking, DecodeMode, EngineRequest, Layout, Padding, Sampling
 
 if TYPE_CHECKING:
     from engines.openvino_model import PackedModel
@@ -111,3 +111,17 @@ FACTORIES: Mapping[str, Callable[[Path], Engine]] = {
     "rectangular_classes": rectangular_classes,
     "openvino": openvino,
 }
+
+
+def prompt(tokens: int, family: int = 0) -> tuple[int, ...]:
+    """Prompts of one family begin alike."""
+    return tuple((family * 31 + position * 7 + position // 5) % VOCABULARY for position in range(tokens))
+
+
+def asked(request_id: str, tokens: int, max_new_tokens: int = 1, family: int = 0) -> EngineRequest:
+    return EngineRequest(request_id, prompt(tokens, family), max_new_tokens, Sampling(ignore_eos=True))
+
+
+def held_blocks(engine: Engine) -> int:
+    stats = engine.stats()
+    return stats.kv_blocks_total - stats.kv_blocks_free - stats.kv_blocks_cached

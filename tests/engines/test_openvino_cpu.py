@@ -2,133 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("openvino")
 
-from engines.base import Engine, EngineError, PassError
-from engines.openvino_cpu import BLOCK_TOKENS, DEFAULT_PROFILES, REQUESTS_MAX, OpenVinoCpuEngine
-from engines.profiles import Profiles
+from tiny_engine import CONFIG, NEAR_TIE, WEIGHTS, Driver, Load, assert_greedy, prompt
+
+from engines.openvino_cpu import BLOCK_TOKENS, OpenVinoCpuEngine
 from engines.types import (
     BlocksRemoved,
     BlocksStored,
-    EngineRequest,
     FinishReason,
-    ItemResult,
-    Layout,
-    Padding,
-    Pass,
-    PassItem,
     PassKind,
-    PassResult,
     Sampling,
 )
 from tests.engines import oracle
-
-CONFIG = replace(oracle.TINY, eos_id=7)
-WEIGHTS = oracle.random_model(CONFIG)
-PROFILES = Profiles(Layout.PACKED, Padding.CLASS, (4, 16, 64, 128), (0, 96, 512), block_mask=True)
-NEAR_TIE = 1e-3  # logits closer than this may change places
-GREEDY = Sampling(ignore_eos=True)
-
-Load = Callable[..., OpenVinoCpuEngine]
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return oracle.write_model(tmp_path_factory.mktemp("bundle"), CONFIG, WEIGHTS).parent
-
-
-@pytest.fixture
-def load(bundle: Path) -> Iterator[Load]:
-    """Loads engines in f32 and checks at the end of the test that none of them leaks."""
-    engines: list[OpenVinoCpuEngine] = []
-
-    def load(blocks: int = 48, precision: str = "f32") -> OpenVinoCpuEngine:
-        engine = OpenVinoCpuEngine.load(
-            bundle, PROFILES, threads=1, precision=precision, kv_capacity_tokens=blocks * BLOCK_TOKENS
-        )
-        engines.append(engine)
-        return engine
-
-    yield load
-    for engine in engines:
-        engine.close()
-        stats = engine.stats()
-        assert stats.requests_live == 0
-        assert stats.kv_blocks_free + stats.kv_blocks_cached == stats.kv_blocks_total
-
-
-@pytest.fixture(scope="module")
-def shared(bundle: Path) -> OpenVinoCpuEngine:
-    """One engine for many examples: what they leave in its cache is part of the test."""
-    return OpenVinoCpuEngine.load(bundle, PROFILES, threads=1, precision="f32", kv_capacity_tokens=2048)
-
-
-@dataclass
-class Driver:
-    """Runs passes and keeps what came out. Ids are made unique, so that engines can be shared."""
-
-    engine: Engine
-    answers: dict[str, list[int]] = field(default_factory=dict)
-    results: dict[str, list[ItemResult]] = field(default_factory=dict)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
-
-    def submit(self, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY) -> str:
-        request_id = f"{id(self)}-{next(self._numbers)}"
-        self.engine.submit(EngineRequest(request_id, tuple(prompt), count, sampling))
-        self.answers[request_id], self.results[request_id] = [], []
-        return request_id
-
-    def prefill(self, *items: tuple[str, int]) -> PassResult:
-        return self._run(PassKind.PREFILL, [PassItem(i, n, self._position(i)) for i, n in items])
-
-    def decode(self, *request_ids: str) -> PassResult:
-        return self._run(PassKind.DECODE, [PassItem(i, 1, self._position(i)) for i in request_ids])
-
-    def finish(self, request_id: str) -> list[int]:
-        """Run a request alone to its end."""
-        while not self.answers[request_id]:
-            self.prefill((request_id, 64))
-        while self.results[request_id][-1].finish is None:
-            self.decode(request_id)
-        return self.answers[request_id]
-
-    def _position(self, request_id: str) -> int:
-        results = self.results[request_id]
-        return results[-1].position if results else 0
-
-    def _run(self, kind: PassKind, items: list[PassItem]) -> PassResult:
-        result = self.engine.execute(Pass(next(self._numbers), kind, tuple(items)))
-        for item in result.items:
-            self.results[item.request_id].append(item)
-            if item.token is not None:
-                self.answers[item.request_id].append(item.token)
-        return result
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, CONFIG.vocab, length).tolist()
-
-
-def assert_greedy(tokens: list[int], prompt: Sequence[int]) -> None:
-    """`tokens` are what the oracle says, up to the first near tie."""
-    for found, (expected, lead) in zip(
-        tokens, oracle.greedy(CONFIG, WEIGHTS, prompt, len(tokens)), strict=True
-    ):
-        if lead < NEAR_TIE:
-            return
-        assert found == expected
-
 
 # --- the same tokens ---
 
@@ -317,124 +209,3 @@ def test_more_cached_history_than_planned_needs_no_larger_profile(load: Load) ->
     # All that is cached would be 6 x 96 tokens of history, beyond the largest class; none was planned for.
     result = driver.prefill(*((i, 10) for i in again))
     assert [(item.position, item.reused) for item in result.items] == [(10, 0)] * 6
-
-
-# --- what is refused ---
-
-
-def request(**changes: object) -> EngineRequest:
-    return replace(EngineRequest("a", (1, 2, 3), 4), **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("bad", "named"),
-    [
-        (request(token_ids=()), "token_ids"),
-        (request(token_ids=(1, CONFIG.vocab)), "token_ids"),
-        (request(token_ids=(-1,)), "token_ids"),
-        (request(max_new_tokens=0), "max_new_tokens"),
-        (request(max_new_tokens=CONFIG.context_tokens), "max_new_tokens"),
-        (request(sampling=Sampling(temperature=-1.0)), "temperature"),
-        (request(sampling=Sampling(temperature=float("nan"))), "temperature"),
-        (request(sampling=Sampling(top_p=0.0)), "top_p"),
-        (request(sampling=Sampling(top_k=-1)), "top_k"),
-        (request(sampling=Sampling(seed=-1)), "seed"),
-    ],
-)
-def test_a_request_that_cannot_run_is_refused_by_field(
-    shared: OpenVinoCpuEngine, bad: EngineRequest, named: str
-) -> None:
-    before = shared.stats().requests_live
-    with pytest.raises(ValueError, match=named):
-        shared.submit(bad)
-    assert shared.stats().requests_live == before
-
-
-def test_a_pass_that_cannot_run_changes_nothing(load: Load) -> None:
-    driver = Driver(load())
-    first, long = driver.submit(prompt(1, 20), 2), driver.submit(prompt(2, 200), 2)
-    many = [driver.submit([1], 1) for _ in range(REQUESTS_MAX + 1)]
-    with pytest.raises(KeyError):
-        driver.engine.execute(Pass(0, PassKind.PREFILL, (PassItem("unknown", 1, 0),)))
-    for match, run in (
-        ("no profile", lambda: driver.prefill((long, 200))),
-        ("another request", lambda: driver.prefill((first, 1), (first, 1))),
-        ("at least one", driver.prefill),
-        ("not yet", lambda: driver.decode(first)),
-        ("new_tokens", lambda: driver.prefill((first, 0))),
-        ("at most", lambda: driver.prefill(*((i, 1) for i in many))),
-    ):
-        with pytest.raises(ValueError, match=match):
-            run()
-    stats = driver.engine.stats()
-    assert stats.kv_blocks_free == stats.kv_blocks_total
-    driver.prefill((first, 20))
-    with pytest.raises(ValueError, match="already"):
-        driver.prefill((first, 1))
-
-
-def test_a_failing_forward_loses_the_requests_of_its_pass_only(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = load()
-    driver = Driver(engine)
-    lost, kept = driver.submit(prompt(1, 20), 2), driver.submit(tokens := prompt(2, 20), 2)
-    with monkeypatch.context() as patch:
-        patch.setattr("engines.openvino_model.PackedModel.forward", _fail)
-        with pytest.raises(PassError) as caught:
-            driver.prefill((lost, 20))
-    assert caught.value.request_ids == (lost,)
-    assert engine.stats().requests_live == 1
-    assert_greedy(driver.finish(kept), tokens)
-
-
-def _fail(*_: object) -> None:
-    raise RuntimeError("out of memory")
-
-
-def test_a_closed_engine_says_so(load: Load) -> None:
-    engine = load()
-    engine.submit(request())
-    engine.close()
-    engine.close()
-    assert engine.stats().requests_live == 0
-    with pytest.raises(EngineError, match="closed"):
-        engine.submit(request())
-
-
-# --- loading ---
-
-
-def test_every_profile_is_warmed_and_measurable(bundle: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    engine = OpenVinoCpuEngine.load(
-        bundle,
-        PROFILES,
-        threads=1,
-        kv_capacity_tokens=256,
-        progress=lambda done, total: seen.append((done, total)),
-    )
-    assert seen == [(done, 12) for done in range(1, 13)]
-    assert engine.measure(16, 96) > 0.0
-    with pytest.raises(ValueError, match="no profile"):
-        engine.measure(17, 96)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"precision": "int4"}, "precision"),
-        ({"threads": 0}, "threads"),
-        ({"kv_capacity_tokens": 8}, "kv_capacity_tokens"),
-        ({"profiles": Profiles(Layout.PACKED, Padding.NOTHING, (4,))}, "profiles"),
-        ({"profiles": Profiles(Layout.PACKED, Padding.CLASS, (4,), block_mask=True)}, "h_classes"),
-    ],
-)
-def test_a_bad_option_is_refused_by_name(bundle: Path, options: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        OpenVinoCpuEngine.load(bundle, **options)  # type: ignore[arg-type]
-
-
-def test_the_default_profiles_hold_a_2048_token_pass_over_any_history() -> None:
-    for history in (0, 1, 2048, 4096):
-        assert DEFAULT_PROFILES.executed([(2048, history)]) is not None
