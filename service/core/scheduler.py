@@ -27,7 +27,6 @@ from service.core.types import (
     Abort,
     Cancel,
     Command,
-    Dispatch,
     DrainBegan,
     Event,
     Idle,
@@ -108,10 +107,7 @@ class PrefillScheduler:
     def target_of(self, request_id: str) -> tuple[Lane, float | None] | None:
         """Lane and TTFT target (seconds from arrival) of a live request; None if it is not live."""
         tracked = self.live.get(request_id)
-        if tracked is None:
-            return None
-        finite = math.isfinite(tracked.target_s)
-        return tracked.lane, round(tracked.target_s - tracked.request.arrival_s, 9) if finite else None
+        return None if tracked is None else (tracked.lane, tracked.ttft_target_s)
 
     def waiting_and_running(self) -> tuple[int, int]:
         """(requests without a pass so far, the other live ones)."""
@@ -249,10 +245,9 @@ class PrefillScheduler:
 
     def _started(self, event: PassStarted, now_s: float) -> None:
         instance = self.instances.get(event.instance_id)
-        if instance is None or instance.running is None:
-            return
-        if instance.running.pass_.pass_id == event.pass_id:
-            instance.running.start_s = now_s
+        flight = instance.running if instance is not None else None
+        if flight is not None and flight.pass_.pass_id == event.pass_id:
+            flight.start_s = now_s
 
     def _revoked(self, event: PassRevoked, now_s: float) -> None:
         instance = self.instances.get(event.instance_id)
@@ -389,17 +384,13 @@ class PrefillScheduler:
         instance = self.instances.pop(event.instance_id, None)
         if instance is None:
             return
-        for request_id in [r for r, i in self._unheard.items() if i == event.instance_id]:
-            del self._unheard[request_id]
+        self._unheard = {r: i for r, i in self._unheard.items() if i != event.instance_id}
         self._no_instance_since_s = now_s
         mine = [t for t in self.live.values() if t.instance_id == event.instance_id]
         for tracked in sorted(mine, key=lambda t: t.seq):
             self._lose(tracked, instance, now_s, Reason.INSTANCE_LOST, event.error)
-        self._outbox = [
-            c
-            for c in self._outbox
-            if not (isinstance(c, Abort | Dispatch | Revoke) and c.instance_id == event.instance_id)
-        ]
+        gone = event.instance_id  # nothing that is still to be said reaches it
+        self._outbox = [c for c in self._outbox if getattr(c, "instance_id", None) != gone]
 
     def _kv_changed(self, event: KvChanged, now_s: float) -> None:
         if event.instance_id in self.instances:

@@ -44,6 +44,12 @@ class Tracked:
         return self.request.prompt_tokens - self.position
 
     @property
+    def ttft_target_s(self) -> float | None:
+        """Seconds from arrival to `target_s`; None without a target."""
+        target_s = self.target_s - self.request.arrival_s
+        return round(target_s, 9) if math.isfinite(target_s) else None
+
+    @property
     def latest_start_s(self) -> float:
         """After this moment the target can't be met, even alone."""
         return self.target_s - self.service_s
