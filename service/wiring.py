@@ -35,6 +35,10 @@ INSTANCE_ID = "local"
 STOP_GRACE_S = 1.0  # for last answers to reach their clients
 
 
+class ServiceBroken(Exception):  # noqa: N818 - what happened, told to the supervisor by the exit code
+    """The engine is lost or the scheduler failed. A fresh process is the remedy."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ready:
     """What a caller of `serve` learns once requests are answered."""
@@ -66,7 +70,10 @@ async def serve(
     record: Path | None = None,
     stop: asyncio.Event | None = None,
 ) -> int:
-    """Serve until `stop` is set or a signal comes; returns how many requests the drain cut off."""
+    """Serve until `stop` is set or a signal comes; returns how many requests the drain cut off.
+
+    Raises ServiceBroken when the service could not go on, after telling every client.
+    """
     stop = stop or asyncio.Event()
     model = ServedModel(
         name=loaded.model_name,
@@ -97,9 +104,12 @@ async def serve(
         metrics = settings.telemetry
         metrics_address = f"{metrics.metrics_host}:{telemetry.metrics_port}" if metrics.metrics else ""
         ready(Ready(f"{settings.server.host}:{server.port}", model, metrics_address))
-        await _until_stopped(stop)
+        await _until_stopped(stop, pump.broken)
         await server.not_serving()
-        return await pump.drain(settings.server.drain_timeout_s)
+        cut_off = await pump.drain(settings.server.drain_timeout_s)
+        if pump.broken.done():
+            raise ServiceBroken(pump.broken.result())
+        return cut_off
 
 
 def _pump(settings: Settings, loaded: LoadedEngine, telemetry: Telemetry, event_log: EventLog | None) -> Pump:
@@ -136,8 +146,9 @@ def _codec(loaded: LoadedEngine) -> TextCodec:
     )
 
 
-async def _until_stopped(stop: asyncio.Event) -> None:
+async def _until_stopped(stop: asyncio.Event, broken: asyncio.Future[str]) -> None:
     loop = asyncio.get_running_loop()
+    broken.add_done_callback(lambda _: stop.set())
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:

@@ -44,7 +44,7 @@ def serve(
     """
     from engines.bundle import BundleMismatch
     from service.settings import SettingsError, load_settings
-    from service.wiring import Ready, load
+    from service.wiring import Ready, ServiceBroken, load
     from service.wiring import serve as run
 
     _logging(log_level)
@@ -73,6 +73,8 @@ def serve(
         fail(error)
     try:
         cut_off = asyncio.run(run(settings, loaded, ready=ready, record=record))
+    except ServiceBroken as error:
+        fail(f"{error}; stopped, so that a supervisor starts a fresh process")
     except OSError as error:  # an address or the record file; anything else is a bug and shows as one
         fail(error)
     if cut_off:

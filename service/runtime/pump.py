@@ -79,7 +79,11 @@ class Handle:
 
 
 class Pump:
-    """`contract.Runtime` over workers of this process."""
+    """`contract.Runtime` over workers of this process.
+
+    broken: set to the reason once the service can't go on, because the last instance is lost or the core
+        failed. Whoever runs the pump ends the process then; nothing in it restarts an engine.
+    """
 
     def __init__(
         self,
@@ -98,6 +102,7 @@ class Pump:
         self._poll_pending = False
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
+        self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     # --- contract.Runtime ---
 
@@ -170,8 +175,30 @@ class Pump:
     # --- events in ---
 
     def send(self, event: Event) -> None:
-        """Give an event to the core now; decide on it in the next loop turn."""
+        """Give an event to the core now; decide on it in the next loop turn.
+
+        Raises ValueError for a Submit that the core refuses to know. Any other fault means that core and
+        runtime disagree about the state of the world: see `broken`.
+        """
         now_s = self._now()
+        try:
+            self._note(event, now_s)
+            self.scheduler.on_event(event, now_s)
+        except Exception as error:
+            if isinstance(event, Submit):
+                raise
+            self._break(error)
+            return
+        if self._event_log is not None:
+            self._event_log.event(now_s, event)
+        if isinstance(event, PassFinished):
+            self._end_finished(event.result)
+        if isinstance(event, InstanceDown) and not self.scheduler.instances:
+            self._set_broken(f"no instance is left ({event.error})")
+        self._poll_soon()
+
+    def _note(self, event: Event, now_s: float) -> None:
+        """Keep records and passes in step with what the workers say."""
         match event:
             case PassStarted(instance_id, pass_id):
                 self._pass_started(instance_id, pass_id, now_s)
@@ -186,12 +213,18 @@ class Pump:
                     self._pass_lost(instance_id, pass_id, Reason.INSTANCE_LOST, error, now_s)
             case _:
                 pass
-        self.scheduler.on_event(event, now_s)
-        if self._event_log is not None:
-            self._event_log.event(now_s, event)
-        if isinstance(event, PassFinished):
-            self._end_finished(event.result)
-        self._poll_soon()
+
+    def _break(self, error: Exception) -> None:
+        """The scheduler can't be trusted any more: answer everybody, decide nothing further."""
+        log.critical("the scheduler failed; every request ends here", exc_info=error)
+        self._set_broken(f"the scheduler failed: {type(error).__name__}: {error}")
+        self._wake_at(None)
+        for request_id in list(self._handles):
+            self._end(request_id, Outcome.ENGINE_FAILED, Reason.DRAINING, "the scheduler failed")
+
+    def _set_broken(self, reason: str) -> None:
+        if not self.broken.done():
+            self.broken.set_result(reason)
 
     def _poll_soon(self) -> None:
         """Poll in the next loop turn, after whatever else is due in this one."""
@@ -208,11 +241,14 @@ class Pump:
     def _poll(self) -> None:
         self._poll_pending = False
         now_s = self._now()
-        commands = self.scheduler.poll(now_s)
-        if self._event_log is not None:
-            self._event_log.poll(now_s, commands)
-        for command in commands:
-            self._carry_out(command, now_s)
+        try:
+            commands = self.scheduler.poll(now_s)
+            if self._event_log is not None:
+                self._event_log.poll(now_s, commands)
+            for command in commands:
+                self._carry_out(command, now_s)
+        except Exception as error:
+            self._break(error)
 
     def _carry_out(self, command: Command, now_s: float) -> None:
         match command:

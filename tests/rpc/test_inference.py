@@ -224,6 +224,27 @@ async def test_a_failed_pass_is_run_again_once_and_a_lost_engine_is_unavailable(
         second, _, details = await refusal(service, ask())
         assert first is second is grpc.StatusCode.UNAVAILABLE
         assert details["ErrorInfo"].reason == "ENGINE_FAILED"
+        assert "no instance is left" in service.pump.broken.result()
+
+
+async def test_a_fault_of_the_scheduler_answers_everybody_and_breaks_the_service(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = [asyncio.create_task(refusal(service, ask("k" * 900))) for _ in range(3)]
+    for _ in range(200):
+        if (await books(service)).submitted_count == 3:
+            break
+        await asyncio.sleep(0.01)
+
+    def fault(now_s: float) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(service.pump.scheduler, "poll", fault)
+    for code, message, details in await asyncio.gather(*waiting):
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "the scheduler failed" in message
+        assert details["ErrorInfo"].reason == "ENGINE_FAILED"
+    assert "RuntimeError: injected" in service.pump.broken.result()
 
 
 async def test_stop_texts_end_the_answer_and_count_as_completed(service: Any) -> None:
