@@ -10,7 +10,7 @@ from rich.text import Text
 from service.bench.stats import Round
 from service.bench.workload import SHORT_TARGET_S, Label
 
-COLUMNS = 72
+COLUMNS = 66  # with the name of a policy in front the rows fit 80 columns
 LEVELS = " ▁▂▃▄▅▆▇█"
 COLOURS = ("yellow", "cyan", "magenta", "green")
 TICKS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)

@@ -32,7 +32,12 @@ left, and a cached prefix is not computed twice.
 NOT_SHOWN = """\
 The gain of batching: a few dozen tokens saturate this engine, so filling up a pass wins next to nothing, \
 while on a GPU a hundred tokens and more ride along nearly free. Nor several instances, hand-over, or a \
-trustworthy p99 of a lane with few requests."""
+trustworthy p99 of a lane with few requests.
+"""
+BASELINE = """\
+`fcfs` has the token budget that servers use on GPUs, 2,048; on this engine so large a pass is dear, and a \
+smaller budget makes a stronger baseline. See for yourself: plaserve bench compare --policies \
+fcfs:budget_tokens=512,plaserve"""
 GOAL_NAMES = {
     "short_ttft_p90": "short TTFT p90",
     "long_ttft_mean": "long TTFT mean",
@@ -42,7 +47,7 @@ GOAL_NAMES = {
 
 
 def render(report: Report) -> RenderableType:
-    """The whole report, for a terminal of about 100 columns."""
+    """The whole report, for a terminal of 80 columns and more."""
     parts: list[RenderableType] = [Text(_title(report)), _table(report), Text()]
     for label in Label:
         parts += [ttft_chart(report.rounds, label), Text()]
@@ -148,4 +153,5 @@ def _conclusions(report: Report) -> Text:
     )
     text.append("What it shows. ", style="bold").append(SHOWN)
     text.append("What it can't show. ", style="bold").append(NOT_SHOWN)
+    text.append("The baseline. ", style="bold").append(BASELINE)
     return text
