@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,18 +37,16 @@ def settings(collector: Collector | None = None, **more: object) -> Settings:
 
 
 class Service:
-    def __init__(self, ready: Ready, channel: grpc.aio.Channel) -> None:
+    def __init__(self, ready: Ready, channel: grpc.aio.Channel, stop: asyncio.Event) -> None:
         self.ready = ready
         self.inference = InferenceServiceStub(channel)
         self._status = StatusServiceStub(channel)
         self.cut_off = -1  # requests, known when it has ended
-        self._stopping = False
+        self._stop = stop
 
     def stop(self) -> None:
-        """By the signal that an operator would send. Once: a second one would end the test run."""
-        if not self._stopping:
-            self._stopping = True
-            os.kill(os.getpid(), signal.SIGTERM)
+        """As by SIGTERM; the signal itself is sent to processes of their own, in tests/cli."""
+        self._stop.set()
 
     async def generate(self, text: str, max_tokens: int = 4, **call: object) -> pb.Summary:
         request = pb.GenerateRequest(prompt=pb.Prompt(text=text), max_tokens=max_tokens)
@@ -63,14 +59,14 @@ class Service:
 @asynccontextmanager
 async def serving(chosen: Settings, **options: object) -> AsyncIterator[Service]:
     """Stops it in the end, if it still runs."""
-    ready = asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(serve(chosen, load(chosen), ready=ready.set_result, **options))
+    ready, stop = asyncio.get_running_loop().create_future(), asyncio.Event()
+    running = asyncio.create_task(serve(chosen, load(chosen), ready=ready.set_result, stop=stop, **options))
     await asyncio.wait((ready, running), return_when=asyncio.FIRST_COMPLETED)
     if running.done():
         await running
     address = ready.result().address
     async with grpc.aio.insecure_channel(address) as channel:
-        service = Service(ready.result(), channel)
+        service = Service(ready.result(), channel, stop)
         yield service
         if not running.done():
             service.stop()
