@@ -6,10 +6,20 @@ An engine is synchronous and single-threaded: the runtime calls it from one work
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from engines.profiles import Profiles
-from engines.types import Capabilities, EngineRequest, EngineStats, KvEvent, Pass, PassResult
+from engines.types import (
+    Capabilities,
+    DecodeMode,
+    EngineRequest,
+    EngineStats,
+    KvEvent,
+    Pass,
+    PassKind,
+    PassResult,
+)
 
 
 class EngineError(Exception):
@@ -53,3 +63,27 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give everything back. The engine can't be used afterwards."""
+
+
+def check_pass(pass_: Pass, limits: Capabilities, answered: Callable[[str], bool | None]) -> None:
+    """What every engine refuses before it runs a pass. Raises ValueError, KeyError for an unknown request.
+
+    answered: whether a request has its first token, so that it decodes; None where it is not known.
+    """
+    what, decode = f"pass {pass_.pass_id}", pass_.kind is PassKind.DECODE
+    ids = [item.request_id for item in pass_.items]
+    if not ids or len(set(ids)) != len(ids):
+        raise ValueError(f"{what}: items must be at least one, each of another request")
+    if len(ids) > limits.requests_max:
+        raise ValueError(f"{what}: {len(ids)} items; at most {limits.requests_max}")
+    if decode and limits.decode is DecodeMode.NONE:
+        raise ValueError(f"{what}: this engine does not decode")
+    for item in pass_.items:
+        has_token = answered(item.request_id)
+        if has_token is None:
+            raise KeyError(item.request_id)
+        if item.new_tokens < 1 or (decode and item.new_tokens != 1):
+            raise ValueError(f"{what}: new_tokens of {item.request_id} is {item.new_tokens}")
+        if has_token is not decode:
+            state = "is already" if has_token else "is not yet"
+            raise ValueError(f"{what}: the prompt of {item.request_id} {state} computed")

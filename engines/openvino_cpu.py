@@ -25,7 +25,7 @@ from typing import Self
 
 import numpy as np
 
-from engines.base import EngineError, PassError
+from engines.base import EngineError, PassError, check_pass
 from engines.blocks import BlockPool, BlockTable, OutOfBlocks, chain_hashes
 from engines.openvino_model import BLOCK_TOKENS, MODEL_XML, PackedModel, Segment
 from engines.profiles import Profiles
@@ -261,7 +261,7 @@ class OpenVinoCpuEngine:
 
     def _steps(self, pass_: Pass) -> list[_Step]:
         """The steps of `pass_`; nothing changes yet. Raises KeyError, ValueError."""
-        self._check_pass(pass_)
+        check_pass(pass_, self._capabilities, self._answered)
         for capped in (False, True):
             steps = [self._step(item, pass_.kind, capped) for item in pass_.items]
             if self._shape(steps) is not None:
@@ -272,23 +272,9 @@ class OpenVinoCpuEngine:
             f"the largest are {self._profiles.tokens_max} and {self._profiles.history_max}"
         )
 
-    def _check_pass(self, pass_: Pass) -> None:
-        what = f"pass {pass_.pass_id}"
-        ids = [item.request_id for item in pass_.items]
-        if not ids or len(set(ids)) != len(ids):
-            raise ValueError(f"{what}: items must be at least one, each of another request")
-        if len(ids) > REQUESTS_MAX:
-            raise ValueError(f"{what}: {len(ids)} items; at most {REQUESTS_MAX}")
-        decode = pass_.kind is PassKind.DECODE
-        for item in pass_.items:
-            live = self._live.get(item.request_id)
-            if live is None:
-                raise KeyError(item.request_id)
-            if item.new_tokens < 1 or (decode and item.new_tokens != 1):
-                raise ValueError(f"{what}: new_tokens of {item.request_id} is {item.new_tokens}")
-            if (live.answer_tokens > 0) is not decode:
-                state = "is already" if live.answer_tokens else "is not yet"
-                raise ValueError(f"{what}: the prompt of {item.request_id} {state} computed")
+    def _answered(self, request_id: str) -> bool | None:
+        live = self._live.get(request_id)
+        return None if live is None else live.answer_tokens > 0
 
     def _step(self, item: PassItem, kind: PassKind, capped: bool) -> _Step:
         """What `item` comes to. capped: take no more from the cache than the scheduler counted on."""

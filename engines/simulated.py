@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from engines.base import EngineError, PassError
+from engines.base import EngineError, PassError, check_pass
 from engines.blocks import BlockPool, BlockTable, OutOfBlocks, chain_hashes
 from engines.cost_model import CostModel
 from engines.profiles import Profiles
 from engines.simulated_settings import Behaviour, Fault
 from engines.types import (
     Capabilities,
-    DecodeMode,
     EngineRequest,
     EngineStats,
     FinishReason,
@@ -224,32 +223,16 @@ class SimulatedModel:
         The cache may hold more of a prompt than the scheduler thought. All of it is taken where a profile
         has room for that much history, and else no more than was planned for.
         """
-        self._check_pass(pass_)
+        check_pass(pass_, self.capabilities, self._answered)
         for capped in (False, True):
             steps = [self._step(item, pass_.kind, capped) for item in pass_.items]
             if self.profiles.executed([(step.new, step.start) for step in steps]) is not None:
                 return steps
         raise ValueError(f"pass {pass_.pass_id}: no profile takes {[(s.new, s.start) for s in steps]}")
 
-    def _check_pass(self, pass_: Pass) -> None:
-        what, limits = f"pass {pass_.pass_id}", self.capabilities
-        ids = [item.request_id for item in pass_.items]
-        if not ids or len(set(ids)) != len(ids):
-            raise ValueError(f"{what}: items must be at least one, each of another request")
-        if len(ids) > limits.requests_max:
-            raise ValueError(f"{what}: {len(ids)} items; at most {limits.requests_max}")
-        decode = pass_.kind is PassKind.DECODE
-        if decode and limits.decode is DecodeMode.NONE:
-            raise ValueError(f"{what}: this engine does not decode")
-        for item in pass_.items:
-            live = self._live.get(item.request_id)
-            if live is None:
-                raise KeyError(item.request_id)
-            if item.new_tokens < 1 or (decode and item.new_tokens != 1):
-                raise ValueError(f"{what}: new_tokens of {item.request_id} is {item.new_tokens}")
-            if bool(live.generated) is not decode:
-                state = "is" if live.generated else "is not"
-                raise ValueError(f"{what}: the prompt of {item.request_id} {state} computed yet")
+    def _answered(self, request_id: str) -> bool | None:
+        live = self._live.get(request_id)
+        return None if live is None else bool(live.generated)
 
     def _step(self, item: PassItem, kind: PassKind, capped: bool) -> _Step:
         live = self._live[item.request_id]
