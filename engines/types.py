@@ -68,6 +68,7 @@ class Capabilities:
     context_tokens_max: int  # prompt + generated tokens of one request
     block_tokens: int  # tokens in one KV block
     kv_blocks_total: int
+    layer_blocks_max: int = 1  # groups of layers that a prefill pass can be run in, one at a time; 1: whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +111,28 @@ class PassItem:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward. `pass_id` is unique per scheduler epoch."""
+    """One forward. `pass_id` is unique per scheduler epoch.
+
+    Where an engine can stop between layers, a prefill pass may be one of `layer_blocks` equal groups of
+    layers, number `layer_block` from 0: it takes its share of the time, and only the last one moves positions
+    on. The requests of a group stay together until then, except for those that end meanwhile.
+    """
 
     pass_id: int
     kind: PassKind
     items: tuple[PassItem, ...]
+    layer_block: int = 0
+    layer_blocks: int = 1
 
     @property
     def tokens(self) -> int:
         """T, the new tokens of the pass before padding."""
         return sum(item.new_tokens for item in self.items)
+
+    @property
+    def completes(self) -> bool:
+        """Whether positions move on at its end: a whole pass, or the last group of layers."""
+        return self.layer_block + 1 == self.layer_blocks
 
 
 @dataclass(frozen=True, slots=True)

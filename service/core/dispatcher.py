@@ -28,7 +28,8 @@ class Dispatcher:
             tracked.move(RequestState.STAGED if staged else RequestState.PREFILLING)
         self._policy.dispatched(plan, start_s)
         items = tuple(PassItem(i.tracked.request_id, i.new_tokens, i.history) for i in plan.items)
-        flight = InFlight(self._pass(PassKind.PREFILL, items), plan.reason, plan.predicted_s)
+        pass_ = self._pass(PassKind.PREFILL, items, plan.layer_block, plan.layer_blocks)
+        flight = InFlight(pass_, plan.reason, plan.predicted_s)
         flight.partials_begun = sum(i.begins_partial for i in plan.items)
         self._send(instance, flight, plan.numbers, start_s, staged=staged)
 
@@ -37,9 +38,11 @@ class Dispatcher:
         flight = InFlight(self._pass(PassKind.DECODE, items), reason, step.predicted_s)
         self._send(instance, flight, DispatchNumbers(step.predicted_s), start_s, staged=False)
 
-    def _pass(self, kind: PassKind, items: tuple[PassItem, ...]) -> Pass:
+    def _pass(
+        self, kind: PassKind, items: tuple[PassItem, ...], layer_block: int = 0, layer_blocks: int = 1
+    ) -> Pass:
         pass_id, self._next_pass_id = self._next_pass_id, self._next_pass_id + 1
-        return Pass(pass_id, kind, items)
+        return Pass(pass_id, kind, items, layer_block, layer_blocks)
 
     def _send(
         self, instance: Instance, flight: InFlight, numbers: DispatchNumbers, start_s: float, *, staged: bool

@@ -57,6 +57,12 @@ class LengthAwarePolicy:
 
     # --- the queue ---
 
+    def instance_up(self, instance: Instance, now_s: float) -> None:
+        pass
+
+    def instance_down(self, instance: Instance, now_s: float) -> None:
+        pass
+
     def add(self, tracked: Tracked, now_s: float, *, arrival: bool) -> None:
         self._lanes[tracked.lane].add(tracked)
         if arrival and tracked.lane is Lane.SHORT and self._awd is not None:
@@ -122,8 +128,13 @@ class LengthAwarePolicy:
         parts = self._parts_here(instance) if aged else []
         for tracked in chain(aged[:1], parts, aged[1:]):
             new_tokens, history = instance.item_of(tracked)
-            chunk = min(new_tokens, self._chunk_bound(instance, history, allowed_s))
-            if self._fits(instance, [(chunk, history)]) and gate.admits(tracked, whole=chunk == new_tokens):
+            limit = self._chunk_bound(instance, history, allowed_s)
+            chunk = instance.chunk_tokens((new_tokens, history), limit)
+            if (
+                chunk
+                and self._fits(instance, [(chunk, history)])
+                and gate.admits(tracked, whole=chunk == new_tokens)
+            ):
                 return [PlanItem(tracked, chunk, history)]
         return []
 
@@ -243,7 +254,9 @@ class LengthAwarePolicy:
             chunk = (
                 self._paying_chunk(instance, items, (new_tokens, history), behind, allowed_s)
                 if items
-                else min(new_tokens, self._chunk_bound(instance, history, allowed_s))
+                else instance.chunk_tokens(
+                    (new_tokens, history), self._chunk_bound(instance, history, allowed_s)
+                )
             )
             if chunk and gate.admits(tracked, whole=chunk == new_tokens):
                 items.append(PlanItem(tracked, chunk, history))
@@ -267,7 +280,10 @@ class LengthAwarePolicy:
         later = min(new_tokens, self._chunk_bound(instance, history, allowed_s))
         later_s = pricer.pass_s([(later, history)])
         best_gain, best = 0.0, 0
-        for chunk in pricer.chunk_sizes(sum(new for new, _ in front), new_tokens):
+        for limit in pricer.chunk_sizes(sum(new for new, _ in front), new_tokens):
+            chunk = instance.chunk_tokens(rest, limit)
+            if chunk == 0:
+                continue
             mixed_s = pricer.pass_s([*front, (chunk, history)])
             if mixed_s > allowed_s:
                 continue

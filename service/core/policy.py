@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engines.types import Pass
+from engines.types import Chunking, Pass
 from service.core.admission import misfit
 from service.core.decode import DecodeRule
 from service.core.kv_budget import KvBudget
@@ -46,6 +46,7 @@ class Instance:
     def __init__(self, spec: InstanceSpec, settings: SchedulerSettings) -> None:
         self.spec = spec
         self.state = InstanceState.UP
+        self.role = spec.role  # written by the scheduler at RoleChanged
         self.pricer = Pricer(spec.cost, spec.profiles)
         self.kv = KvBudget(spec.capabilities.kv_blocks_total, spec.capabilities.block_tokens)
         self.prefix = PrefixIndex(spec.capabilities.block_tokens)
@@ -90,6 +91,19 @@ class Instance:
         """(new tokens, history) of all that remains of a prompt here."""
         history = self.history_of(tracked)
         return tracked.request.prompt_tokens - history, history
+
+    def chunk_tokens(self, item: tuple[int, int], limit: int) -> int:
+        """How many of `item`'s new tokens one pass here can compute within `limit`; 0: none.
+
+        All of them where they fit. An engine that chunks by block reuse can stop after full blocks only.
+        """
+        new_tokens, history = item
+        if new_tokens <= limit:
+            return new_tokens
+        if self.spec.capabilities.chunking is Chunking.PREFIX_REUSE:
+            block = self.spec.capabilities.block_tokens
+            return max(0, (history + limit) // block * block - history)
+        return limit
 
     def may_take(self, tracked: Tracked) -> bool:
         """Whether the request can run here at all: not bound elsewhere, and no larger than this instance."""
@@ -147,7 +161,7 @@ class PlanItem:
 
     @property
     def begins_partial(self) -> bool:
-        """The first part of a prompt that needs more passes."""
+        """The first part of a prompt that needs more chunks."""
         return (
             self.tracked.position == 0 and self.new_tokens + self.history < self.tracked.request.prompt_tokens
         )
@@ -161,6 +175,8 @@ class PassPlan:
     reason: Reason
     predicted_s: float
     numbers: DispatchNumbers = field(default_factory=DispatchNumbers)
+    layer_block: int = 0  # see engines.types.Pass
+    layer_blocks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +192,13 @@ Plan = PassPlan | Wait | None  # None: nothing waits here
 
 class PrefillPolicy(Protocol):
     """The waiting requests and what to run next. Methods are called by the scheduler only."""
+
+    def instance_up(self, instance: Instance, now_s: float) -> None:
+        """`instance` joined. It stays the same object, kept up to date, until `instance_down`."""
+
+    def instance_down(self, instance: Instance, now_s: float) -> None:
+        """`instance` is gone. The scheduler takes back what was bound to it next (`remove`, then `add`).
+        Requests that the policy had meant for it, but without a pass yet, are its own to place anew."""
 
     def add(self, tracked: Tracked, now_s: float, *, arrival: bool) -> None:
         """`tracked` waits (again); `arrival`: for the first time."""

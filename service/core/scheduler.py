@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from engines.types import ItemResult, PassKind
-from service.core.admission import Admission, QueueLoad
 from service.core.dispatcher import Dispatcher
-from service.core.lanes import classify
+from service.core.intake import Intake
 from service.core.lifecycle import RequestState
 from service.core.policy import Instance, PassPlan, PrefillPolicy, Wait
 from service.core.settings import LatePolicy, SchedulerSettings
@@ -41,8 +40,8 @@ from service.core.types import (
     PassStarted,
     Reason,
     Reject,
-    Request,
     Revoke,
+    RoleChanged,
     Submit,
     WaitUntil,
 )
@@ -60,7 +59,7 @@ class PrefillScheduler:
         self.submitted = 0
         self.outcomes: Counter[Outcome] = Counter()
         self.draining = False
-        self._admission = Admission(settings)
+        self._intake = Intake(settings)
         self._unheard: dict[str, str] = {}  # ended while in a pass -> instance
         self._timeouts = Timeouts()
         self._arrivals: list[Tracked] = []  # since the last poll
@@ -76,6 +75,7 @@ class PrefillScheduler:
             PassRevoked: self._revoked,
             InstanceUp: self._instance_up,
             InstanceDown: self._instance_down,
+            RoleChanged: self._role_changed,
             KvChanged: self._kv_changed,
             DrainBegan: self._drain_began,
         }
@@ -121,7 +121,12 @@ class PrefillScheduler:
         if request.request_id in self.live or request.request_id in self._unheard:
             raise ValueError(f"request id {request.request_id} is already live")
         self.submitted += 1
-        tracked = self._admit(request, now_s)
+        instances = self.instances.values()
+        tracked = (
+            self._intake.closed(request)
+            if self.draining
+            else self._intake.admit(request, instances, self.policy, self.submitted, now_s)
+        )
         if isinstance(tracked, Reject):
             self.outcomes[tracked.outcome] += 1
             self._emit(tracked)
@@ -133,22 +138,6 @@ class PrefillScheduler:
         if request.deadline_s is not None:
             timeout = Timeout(tracked, Outcome.DEADLINE_EXCEEDED, Reason.DEADLINE_PASSED)
             self._timeouts.add(request.deadline_s, timeout)
-
-    def _admit(self, request: Request, now_s: float) -> Tracked | Reject:
-        """The live record of `request`, or why it is refused."""
-        if self.draining:
-            detail = "the service is shutting down"
-            return Reject(request.request_id, Outcome.REJECTED_DRAINING, Reason.DRAINING, detail)
-        short, long = (self.policy.lane_load(lane) for lane in (Lane.SHORT, Lane.LONG))
-        tokens_per_s = max(1.0, sum(i.tokens_per_s for i in self.instances.values()))
-        load = QueueLoad(short[0] + long[0], short[1] + long[1], tokens_per_s, *long)
-        specs = (instance.spec for instance in self.instances.values())
-        refusal = self._admission.refusal(request, load, specs, now_s)
-        if refusal is not None:
-            return refusal
-        tracked = classify(request, self.instances.values(), self.settings, self.submitted)
-        crowded = self._admission.long_refusal(request, load) if tracked.lane is Lane.LONG else None
-        return crowded or tracked
 
     def _cancel(self, event: Cancel, now_s: float) -> None:
         tracked = self.live.get(event.request_id)
@@ -262,6 +251,8 @@ class PrefillScheduler:
                 self._wait_again(instance, tracked, now_s)
 
     def _finished(self, event: PassFinished, now_s: float) -> None:
+        instance = self.instances.get(event.instance_id)
+        completes = instance is None or instance.running is None or instance.running.pass_.completes
         instance = self._over(event.instance_id, event.result.pass_id)
         if instance is None:
             return
@@ -273,6 +264,9 @@ class PrefillScheduler:
                 self._forget_unheard(instance, item.request_id)
             elif item.error is not None:
                 self._lose(tracked, instance, now_s, Reason.PASS_FAILED, item.error)
+            elif not completes:
+                instance.partial[tracked.request_id] = tracked
+                self._wait_again(instance, tracked, now_s)
             else:
                 self._advance(tracked, instance, item, now_s)
 
@@ -379,11 +373,13 @@ class PrefillScheduler:
         if instance_id in self.instances:
             raise ValueError(f"instance {instance_id} is already up")
         self.instances[instance_id] = Instance(event.spec, self.settings)
+        self.policy.instance_up(self.instances[instance_id], now_s)
 
     def _instance_down(self, event: InstanceDown, now_s: float) -> None:
         instance = self.instances.pop(event.instance_id, None)
         if instance is None:
             return
+        self.policy.instance_down(instance, now_s)
         self._unheard = {r: i for r, i in self._unheard.items() if i != event.instance_id}
         self._no_instance_since_s = now_s
         mine = [t for t in self.live.values() if t.instance_id == event.instance_id]
@@ -391,6 +387,10 @@ class PrefillScheduler:
             self._lose(tracked, instance, now_s, Reason.INSTANCE_LOST, event.error)
         gone = event.instance_id  # nothing that is still to be said reaches it
         self._outbox = [c for c in self._outbox if getattr(c, "instance_id", None) != gone]
+
+    def _role_changed(self, event: RoleChanged, now_s: float) -> None:
+        if event.instance_id in self.instances:
+            self.instances[event.instance_id].role = event.role
 
     def _kv_changed(self, event: KvChanged, now_s: float) -> None:
         if event.instance_id in self.instances:

@@ -19,6 +19,14 @@ class Lane(StrEnum):
     LONG = "long"
 
 
+class Role(StrEnum):
+    """What an instance prefers to run; a pool is all instances of a role."""
+
+    SP = "sp"  # short prefills
+    LP = "lp"  # long prefills
+    MIXED = "mixed"  # both
+
+
 class Outcome(StrEnum):
     """How a request ended. Also the metric label and the ErrorInfo reason."""
 
@@ -95,6 +103,7 @@ class InstanceSpec:
     capabilities: Capabilities
     profiles: Profiles
     cost: CostModel
+    role: Role = Role.MIXED
 
 
 # --- events -----------------------------------------------------------------------------------------------
@@ -155,6 +164,14 @@ class InstanceDown:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleChanged:
+    """The instance prefers other work from now on. A label: what it runs and holds goes on."""
+
+    instance_id: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
 class KvChanged:
     instance_id: str
     events: tuple[KvEvent, ...]
@@ -174,6 +191,7 @@ Event = (
     | PassRevoked
     | InstanceUp
     | InstanceDown
+    | RoleChanged
     | KvChanged
     | DrainBegan
 )

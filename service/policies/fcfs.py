@@ -25,6 +25,12 @@ class FcfsPolicy:
         self._waiting: SortedDict = SortedDict()  # seq -> request
         self._load = {lane: [0, 0] for lane in Lane}  # requests, tokens
 
+    def instance_up(self, instance: Instance, now_s: float) -> None:
+        pass
+
+    def instance_down(self, instance: Instance, now_s: float) -> None:
+        pass
+
     def add(self, tracked: Tracked, now_s: float, *, arrival: bool) -> None:
         self._waiting[tracked.seq] = tracked
         self._count(tracked, 1)
@@ -55,9 +61,11 @@ class FcfsPolicy:
         for tracked in self._with_room(instance):
             if budget == 0 or len(items) == instance.requests_max:
                 break
-            new_tokens, history = instance.item_of(tracked)
-            chunk = min(new_tokens, budget, instance.spec.profiles.request_tokens_max)
-            item = PlanItem(tracked, chunk, history)
+            whole = instance.item_of(tracked)
+            chunk = instance.chunk_tokens(whole, min(budget, instance.spec.profiles.request_tokens_max))
+            if chunk == 0:
+                break
+            item = PlanItem(tracked, chunk, whole[1])
             if math.isinf(instance.pricer.pass_s([*(i.size for i in items), item.size])):
                 break
             items.append(item)
