@@ -10,6 +10,8 @@ For a pass over requests with L new and H history tokens:
 `alpha`, `beta`, `gamma_w` and `gamma_r` are those of LAPS (arXiv 2601.11589, section 3). `weights`, reading
 the model once a pass, is missing there and dominates small passes; `launch` is host work a pass. The smooth
 maximum is the p-norm (compute^p + memory^p)^(1/p), which real kernels follow better than a sharp corner.
+Where an engine takes a chunk of a prompt as a request of its own, each item that does not finish its prompt
+costs `part` more.
 
 L_m(H), the printed boundary between memory- and compute-bound prefills, is where compute passes memory for
 one request. The *knee* is the T from which tokens cost linearly: 90 % of the saturated tokens/s.
@@ -34,12 +36,11 @@ class PassShape:
     @classmethod
     def of(cls, items: Iterable[tuple[int, int]]) -> PassShape:
         """From (new tokens, history tokens) per request."""
-        tokens = history = requests = 0
-        attention = 0.0
+        tokens = attention = history = requests = 0
         for new, past in items:
             tokens += new
             history += past
-            attention += new * (new + 2.0 * past)
+            attention += new * (new + 2 * past)  # whole numbers: sums in any order are the same
             requests += 1
         return cls(tokens, attention, history, requests)
 
@@ -57,9 +58,10 @@ class CostModel:
     smooth_p: float = 4.0
     tokens_max: int = 4096  # the largest T that was measured; beyond it a prediction is extrapolated
     origin: str = ""
+    part_s: float = 0.0  # s per item that ends before its prompt does; 0 where chunks are no requests
 
     def __post_init__(self) -> None:
-        for name in ("launch_s", "weights_s", "alpha", "beta", "gamma_w", "gamma_r"):
+        for name in ("launch_s", "weights_s", "alpha", "beta", "gamma_w", "gamma_r", "part_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"cost model: {name} must be finite and not negative, got {value}")
@@ -74,14 +76,25 @@ class CostModel:
     def memory_s(self, shape: PassShape) -> float:
         return self.weights_s + self.gamma_w * shape.tokens + self.gamma_r * shape.history
 
-    def pass_s(self, shape: PassShape) -> float:
-        """Predicted seconds of one pass."""
-        compute, memory = self.compute_s(shape), self.memory_s(shape)
-        high = max(compute, memory)
+    def pass_s(self, shape: PassShape, parts: int = 0) -> float:
+        """Predicted seconds of one pass in which `parts` items end before their prompts do."""
+        return self.sums_s(shape.tokens, shape.attention, shape.history, parts)
+
+    def sums_s(self, tokens: int, attention: float, history: int, parts: int = 0) -> float:
+        """`pass_s` from T, A and R: the scheduler asks for it many times a request."""
+        compute = self.alpha * attention + self.beta * tokens
+        memory = self.weights_s + self.gamma_w * tokens + self.gamma_r * history
+        if self.smooth_p == 2.0:
+            busy = math.sqrt(compute * compute + memory * memory)
+        else:
+            busy = self._smooth_max(compute, memory)
+        return self.launch_s + busy + self.part_s * parts
+
+    def _smooth_max(self, compute: float, memory: float) -> float:
+        low, high = (compute, memory) if compute < memory else (memory, compute)
         if high <= 0.0:
-            return self.launch_s
-        low = min(compute, memory) / high
-        return self.launch_s + high * float((1.0 + low**self.smooth_p) ** (1.0 / self.smooth_p))
+            return 0.0
+        return high * float((1.0 + (low / high) ** self.smooth_p) ** (1.0 / self.smooth_p))
 
     def request_s(self, new_tokens: int, history: int = 0) -> float:
         """Predicted seconds of a pass with one request."""
@@ -139,5 +152,5 @@ class CostModel:
 
     def scaled(self, factor: float) -> CostModel:
         """The same engine on a clock on which everything takes `factor` times as long."""
-        names = ("launch_s", "weights_s", "alpha", "beta", "gamma_w", "gamma_r")
+        names = ("launch_s", "weights_s", "alpha", "beta", "gamma_w", "gamma_r", "part_s")
         return replace(self, **{name: getattr(self, name) * factor for name in names})

@@ -82,23 +82,37 @@ class Profiles:
         """
         if not items:
             raise ValueError("a pass needs at least one item")
-        if self.layout is Layout.RECTANGULAR:
-            return self._rectangle(items)
-        tokens = sum(new for new, _ in items)
-        history = sum(past for _, past in items)
-        t_class, h_class = self.t_class(tokens), self.h_class(history)
-        if t_class is None or h_class is None:
+        if self.layout is Layout.PACKED:
+            asked = PassShape.of(items)
+            return self.packed(asked.tokens, asked.attention, asked.history, asked.requests)
+        return self.rectangle(len(items), max(new for new, _ in items), max(past for _, past in items))
+
+    def packed(self, tokens: int, attention: float, history: int, requests: int) -> PassShape | None:
+        """`executed` of a packed engine from T, A, R and the number of requests."""
+        sums = self.packed_sums(tokens, attention, history)
+        if sums is None:
+            return None
+        padded = self.padding is not Padding.NOTHING and not self.block_mask and sums[0] > tokens
+        if self.block_mask and self.padding is not Padding.NOTHING:
+            requests = 1
+        return PassShape(*sums, requests + padded)
+
+    def packed_sums(self, tokens: int, attention: float, history: int) -> tuple[int, float, int] | None:
+        """(T, A, R) that a packed engine runs for these, in constant time; None if no profile takes them."""
+        if tokens > self.t_classes[-1] or (self.h_classes and history > self.h_classes[-1]):
             return None
         if self.padding is Padding.NOTHING:
-            return PassShape.of(items)
+            return tokens, attention, history
+        t_class = self.t_classes[bisect_left(self.t_classes, tokens)]
         if self.block_mask:
-            return PassShape.of([(t_class, h_class)])
-        pad = t_class - tokens
-        return PassShape.of([*items, (pad, 0)] if pad else items)
+            h_class = self.h_classes[bisect_left(self.h_classes, history)] if self.h_classes else history
+            return t_class, t_class * (t_class + 2 * h_class), h_class
+        pad = t_class - tokens  # one more request, of padding
+        return t_class, attention + pad * pad, history
 
-    def _rectangle(self, items: Sequence[tuple[int, int]]) -> PassShape | None:
-        rows, longest, pad = len(items), max(new for new, _ in items), 0
-        h_class = self.h_class(max(past for _, past in items))
+    def rectangle(self, rows: int, longest: int, history: int) -> PassShape | None:
+        """`executed` of a rectangular engine from its rows, the longest of them and the longest history."""
+        pad = 0
         if self.padding is Padding.CELL:
             fitting = [(length * b, length, b) for length, b in self.cells if length >= longest and b >= rows]
             if not fitting:
@@ -110,10 +124,11 @@ class Profiles:
                 return None
             if self.padding is Padding.CLASS:
                 pad = t_class - rows * longest
+        h_class = self.h_class(history)
         if h_class is None:
             return None
-        rectangle = [(longest, h_class)] * rows
-        return PassShape.of([*rectangle, (pad, 0)] if pad else rectangle)
+        attention = rows * longest * (longest + 2 * h_class) + pad * pad
+        return PassShape(rows * longest + pad, attention, rows * h_class, rows + (pad > 0))
 
 
 def _edge(edges: tuple[int, ...], value: int) -> int | None:

@@ -1,13 +1,41 @@
-"""What a pass will cost on one instance: cost model after padding, with the classes already looked up."""
+"""What a pass will cost on one instance: the cost model after padding.
+
+The scheduler asks for it many times a request, mostly for a row of waiting requests and one more, or one
+less. What a packed engine pays depends on sums over its items alone (`cost_model`), so `Pricer.row` keeps
+running sums and prices any stretch of a row in constant time. A rectangular engine pays for its longest row:
+there the stretch is looked through, and the shapes already met are kept.
+
+A *part* is an item that ends before its prompt does; it costs more where it is a request of its own.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Protocol
 
-from engines.cost_model import CostModel, PassShape
+from engines.cost_model import CostModel
 from engines.profiles import Profiles
 from engines.types import Layout, Padding
+
+Item = tuple[int, int]  # new tokens, history tokens
+_SHAPES_MAX = 4096  # prices kept; far more than a grid or a list of classes has
+
+
+class PassRow(Protocol):
+    """Prices of passes made of a row of items, each as `Pricer.pass_s` of those items."""
+
+    def __len__(self) -> int: ...
+
+    def cost(self, start: int, end: int) -> float:
+        """Seconds of a pass of the fixed items and `items[start:end]`."""
+
+    def cost_with(self, new_tokens: int, history: int, *, part: bool = False) -> float:
+        """Seconds of a pass of all items and one more."""
+
+    def append(self, new_tokens: int, history: int, *, part: bool = False) -> None:
+        """Make the row one item longer."""
 
 
 class Pricer:
@@ -16,34 +44,48 @@ class Pricer:
     def __init__(self, cost: CostModel, profiles: Profiles) -> None:
         self.cost = cost
         self.profiles = profiles
-        self._class_s: dict[PassShape, float] = {}
+        self._kept_s: dict[tuple[int, ...], float] = {}
+        self._packed = profiles.layout is Layout.PACKED
+        self._unpadded = self._packed and profiles.padding is Padding.NOTHING and not profiles.h_classes
         self.knee_tokens = min(cost.knee_tokens(), profiles.request_tokens_max)
         grid = {length for length, _ in profiles.cells}
         self.chunk_edges = tuple(sorted(grid)) if profiles.padding is Padding.CELL else profiles.t_classes
 
-    def pass_s(self, items: Sequence[tuple[int, int]]) -> float:
+    def pass_s(self, items: Sequence[Item], parts: int = 0) -> float:
         """`items` are (new tokens, history tokens) per request; no items cost nothing."""
         if not items:
             return 0.0
-        shape = self.profiles.executed(items)
-        if shape is None:
-            return math.inf
-        if not self.profiles.block_mask:
-            return self.cost.pass_s(shape)
-        cached = self._class_s.get(shape)  # few distinct shapes where everything is padded to a class
-        if cached is None:
-            cached = self._class_s[shape] = self.cost.pass_s(shape)
-        return cached
+        if not self._packed:
+            longest, history = max(items)[0], max(past for _, past in items)
+            return self._rectangle_s(len(items), longest, history, parts)
+        tokens = attention = history = 0
+        for new, past in items:
+            tokens += new
+            attention += new * (new + 2 * past)
+            history += past
+        return self.sums_s(tokens, attention, history, parts)
+
+    def sums_s(self, tokens: int, attention: int, history: int, parts: int = 0) -> float:
+        """`pass_s` on a packed engine from T, A and R (see `engines.cost_model`)."""
+        if self._unpadded:
+            if tokens > self.profiles.t_classes[-1]:
+                return math.inf
+            return self.cost.sums_s(tokens, attention, history, parts)
+        sums = self.profiles.packed_sums(tokens, attention, history)
+        return math.inf if sums is None else self.cost.sums_s(*sums, parts)
+
+    def row(self, items: Sequence[Item], fixed: Sequence[Item] = (), *, parts: int = 0) -> PassRow:
+        """Prices of stretches of `items`, each with all of `fixed` in the pass, of which `parts` are parts."""
+        return (_PackedRow if self._packed else _RectangleRow)(self, items, fixed, parts)
 
     def request_s(self, new_tokens: int, history: int) -> float:
         """Seconds for one request alone, in chunks of the largest profile where it needs several."""
         total_s, tokens_max = 0.0, self.profiles.request_tokens_max
-        while new_tokens > 0:
-            chunk = min(new_tokens, tokens_max)
-            total_s += self.pass_s([(chunk, history)])
-            new_tokens -= chunk
-            history += chunk
-        return total_s
+        while new_tokens > tokens_max:
+            total_s += self.pass_s(((tokens_max, history),), parts=1)
+            new_tokens -= tokens_max
+            history += tokens_max
+        return total_s + self.pass_s(((new_tokens, history),)) if new_tokens > 0 else total_s
 
     def chunk_sizes(self, tokens_in_pass: int, remaining: int) -> list[int]:
         """Chunks worth considering beside `tokens_in_pass`: up to each class edge, or all that remains."""
@@ -53,3 +95,90 @@ class Pricer:
         if any(size >= remaining for size in sizes):
             chunks.append(remaining)
         return chunks
+
+    def _rectangle_s(self, rows: int, longest: int, history: int, parts: int) -> float:
+        key = (rows, longest, history, parts)
+        kept = self._kept_s.get(key)
+        if kept is None:
+            shape = self.profiles.rectangle(rows, longest, history)
+            kept = math.inf if shape is None else self.cost.pass_s(shape, parts)
+            if len(self._kept_s) >= _SHAPES_MAX:
+                self._kept_s.clear()
+            self._kept_s[key] = kept
+        return kept
+
+
+class _PackedRow:
+    """T, A and R of the first n items for every n; those of a stretch are differences."""
+
+    __slots__ = ("_attention", "_fixed", "_history", "_parts", "_pricer", "_tokens")
+
+    def __init__(self, pricer: Pricer, items: Iterable[Item], fixed: Sequence[Item], parts: int) -> None:
+        items = list(items)
+        self._pricer = pricer
+        self._fixed = (
+            sum(new for new, _ in fixed),
+            sum(new * (new + 2 * past) for new, past in fixed),
+            sum(past for _, past in fixed),
+        )
+        self._parts = [parts] * (len(items) + 1)
+        self._tokens = [0, *accumulate(new for new, _ in items)]
+        self._attention = [0, *accumulate(new * (new + 2 * past) for new, past in items)]
+        self._history = [0, *accumulate(past for _, past in items)]
+
+    def __len__(self) -> int:
+        return len(self._tokens) - 1
+
+    def cost(self, start: int, end: int) -> float:
+        if end <= start and not self._fixed[0]:
+            return 0.0
+        tokens, attention, history = self._fixed
+        return self._pricer.sums_s(
+            tokens + self._tokens[end] - self._tokens[start],
+            attention + self._attention[end] - self._attention[start],
+            history + self._history[end] - self._history[start],
+            self._parts[end] - self._parts[start] + self._parts[0],
+        )
+
+    def cost_with(self, new_tokens: int, history: int, *, part: bool = False) -> float:
+        tokens, attention, past = self._fixed
+        return self._pricer.sums_s(
+            tokens + self._tokens[-1] + new_tokens,
+            attention + self._attention[-1] + new_tokens * (new_tokens + 2 * history),
+            past + self._history[-1] + history,
+            self._parts[-1] + part,
+        )
+
+    def append(self, new_tokens: int, history: int, *, part: bool = False) -> None:
+        self._tokens.append(self._tokens[-1] + new_tokens)
+        self._attention.append(self._attention[-1] + new_tokens * (new_tokens + 2 * history))
+        self._history.append(self._history[-1] + history)
+        self._parts.append(self._parts[-1] + part)
+
+
+class _RectangleRow:
+    """Looks through the stretch: the longest item and the longest history are no sums."""
+
+    __slots__ = ("_fixed", "_fixed_parts", "_items", "_parts", "_pricer")
+
+    def __init__(self, pricer: Pricer, items: Iterable[Item], fixed: Sequence[Item], parts: int) -> None:
+        self._pricer = pricer
+        self._items = list(items)
+        self._fixed = list(fixed)
+        self._parts = [False] * len(self._items)
+        self._fixed_parts = parts
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def cost(self, start: int, end: int) -> float:
+        parts = self._fixed_parts + sum(self._parts[start:end])
+        return self._pricer.pass_s([*self._fixed, *self._items[start:end]], parts)
+
+    def cost_with(self, new_tokens: int, history: int, *, part: bool = False) -> float:
+        items = [*self._fixed, *self._items, (new_tokens, history)]
+        return self._pricer.pass_s(items, self._fixed_parts + sum(self._parts) + part)
+
+    def append(self, new_tokens: int, history: int, *, part: bool = False) -> None:
+        self._items.append((new_tokens, history))
+        self._parts.append(part)

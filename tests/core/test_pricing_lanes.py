@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from helpers import CLASSED, CPU_COST, GPU_COST, PACKED, RECTANGULAR, instance, request
@@ -21,6 +22,48 @@ PRICERS = [Pricer(GPU_COST, PACKED), Pricer(CPU_COST, CLASSED), Pricer(GPU_COST,
 ITEMS = st.lists(st.tuples(st.integers(1, 2500), st.integers(0, 4500)), min_size=1, max_size=6)
 
 
+PART_S = 0.003
+PARTS = replace(GPU_COST, part_s=PART_S)
+PRICERS += [
+    Pricer(GPU_COST, Profiles(Layout.PACKED, Padding.CLASS, (64, 512, 8192))),
+    Pricer(replace(GPU_COST, smooth_p=4.0), Profiles(Layout.PACKED, Padding.NOTHING, (8192,), (0, 9000))),
+    Pricer(PARTS, PACKED),
+    Pricer(PARTS, RECTANGULAR),
+]
+
+
+@pytest.mark.parametrize("pricer", PRICERS)
+@given(items=ITEMS, fixed=ITEMS | st.just([]), data=st.data())
+def test_a_row_prices_every_stretch_as_the_pass_that_it_is(
+    pricer: Pricer, items: list[tuple[int, int]], fixed: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Exactly: the same plan must not look better by way of the row. Also for a row that grew."""
+    split = data.draw(st.integers(0, len(items)))
+    are_parts = data.draw(st.lists(st.booleans(), min_size=len(items) - split, max_size=len(items) - split))
+    fixed_parts = data.draw(st.integers(0, len(fixed)))
+    row = pricer.row(items[:split], fixed, parts=fixed_parts)
+    for item, part in zip(items[split:], are_parts, strict=True):
+        so_far = [*fixed, *items[: len(row)]]
+        parts = fixed_parts + sum(are_parts[: len(row) - split])
+        assert row.cost_with(*item, part=part) == pricer.pass_s([*so_far, item], parts + part)
+        row.append(*item, part=part)
+    assert len(row) == len(items)
+    parts_of = [False] * split + are_parts
+    for start in range(len(items) + 1):
+        for end in range(start, len(items) + 1):
+            parts = fixed_parts + sum(parts_of[start:end])
+            assert row.cost(start, end) == pricer.pass_s([*fixed, *items[start:end]], parts)
+
+
+@pytest.mark.parametrize("pricer", PRICERS)
+@given(items=ITEMS, data=st.data())
+def test_a_part_costs_its_constant(pricer: Pricer, items: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Whatever else is in the pass, and the engine that executes it says the same (tests/engines)."""
+    parts = data.draw(st.integers(0, len(items)))
+    whole_s = pricer.pass_s(items)
+    assert pricer.pass_s(items, parts) == pytest.approx(whole_s + parts * pricer.cost.part_s)
+
+
 @pytest.mark.parametrize("pricer", PRICERS)
 @given(items=ITEMS)
 def test_price_is_that_of_the_executed_shape(pricer: Pricer, items: list[tuple[int, int]]) -> None:
@@ -34,13 +77,13 @@ def test_price_is_that_of_the_executed_shape(pricer: Pricer, items: list[tuple[i
 @pytest.mark.parametrize("pricer", PRICERS)
 @given(new=st.integers(1, 4000), history=st.integers(0, 90))
 def test_request_price_is_that_of_its_chunks(pricer: Pricer, new: int, history: int) -> None:
-    """A request alone costs the sum of its largest chunks."""
+    """A request alone costs the sum of its largest chunks, all but the last of which are parts."""
     largest = pricer.profiles.request_tokens_max
     total_s, done = 0.0, 0
     while done < new:
         chunk = min(largest, new - done)
-        total_s += pricer.pass_s([(chunk, history + done)])
         done += chunk
+        total_s += pricer.pass_s([(chunk, history + done - chunk)], parts=int(done < new))
     assert pricer.request_s(new, history) == pytest.approx(total_s)
 
 
