@@ -28,9 +28,8 @@ def boundary() -> Exhibit:
     at_zero = [load_model(name).cost.boundary_tokens(0) for name in MODELS]
     reading = (
         f"With the reading of the weights in the memory term L_m is {min(at_zero)} to {max(at_zero)} tokens "
-        f"without history, {PUBLISHED_TOKENS - max(at_zero):+.0f} to {PUBLISHED_TOKENS - min(at_zero):+.0f} "
-        "short of the 256 that was published, and falls as history grows, because attention over it is "
-        "compute. The formula as printed, (gamma_w - beta) / alpha, leaves the weights out and comes out "
+        f"without history (published: {PUBLISHED_TOKENS:.0f}) and falls as history grows, because attention "
+        "over it is compute. The formula as printed, (gamma_w - beta) / alpha, leaves the weights out and comes out "
         "negative: by it every prefill would be compute-bound. It is shown and used nowhere. What a pass "
         "costs depends on its tokens in all, so the knee of the pass says more about batching than L_m does."
     )
