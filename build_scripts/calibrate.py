@@ -18,8 +18,12 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
+from build_scripts.progress import Progress, Silent
+from build_scripts.spec import CALIBRATION_S, QUICK_CALIBRATION_S, THREADS_MAX, BuildError
+from engines.bundle import Bundle, Host
 from engines.cost_fit import FitResult, Sample, fit
 from engines.profiles import Profiles
 
@@ -98,6 +102,55 @@ def measure_shapes(
                 measured_s += time_s
                 waited_s += wait_s
     return result()
+
+
+def measure_bundle(
+    bundle: Bundle,
+    *,
+    threads: int | None = None,
+    budget_s: float | None = None,
+    quick: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Calibration, str]:
+    """Measure the engine of a bundle anew: (times, where they come from). The bundle stays as it is.
+
+    threads: None takes those it was built for. budget_s: None takes that of a build. Raises BuildError
+    naming a bad option.
+    """
+    from engines.openvino_cpu import OpenVinoCpuEngine
+
+    backend, progress = bundle.manifest.backend, progress or Silent()
+    threads = backend.threads if threads is None else threads
+    if not 1 <= threads <= THREADS_MAX:
+        raise BuildError(f"threads must be between 1 and {THREADS_MAX}, got {threads}")
+    budget_s = (QUICK_CALIBRATION_S if quick else CALIBRATION_S) if budget_s is None else budget_s
+    profiles = calibration_profiles(bundle.manifest.profiles, quick=quick)
+    shapes = shapes_of(profiles)
+    progress.begin("warm", "loading the engine")
+    engine = OpenVinoCpuEngine.load(
+        bundle.path,
+        profiles,
+        threads=threads,
+        precision=backend.precision,
+        progress=lambda done, count: progress.update(done / count, f"profile {done} of {count}"),
+    )
+    try:
+        progress.end(f"{len(shapes)} profiles to measure")
+        progress.begin("measure", f"for about {budget_s:.0f} s")
+        calibration = measure_shapes(engine.measure, shapes, budget_s, update=progress.update)
+        progress.end(f"{calibration.waited_share:.0%} of the time lost to other processes")
+    finally:
+        engine.close()
+    return calibration, measured_origin(backend.name, threads, backend.precision)
+
+
+def measured_origin(backend: str, threads: int, precision: str) -> str:
+    """Day, machine and engine of a measurement that was made just now."""
+    host = Host.current(backend)
+    return (
+        f"measured {datetime.now(UTC):%Y-%m-%d} on {host.cpu.model_name}, {threads} thread(s), "
+        f"{precision}, openvino {host.library_version}"
+    )
 
 
 def fit_calibration(calibration: Calibration, origin: str) -> FitResult:

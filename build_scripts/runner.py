@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from build_scripts.calibrate import (
     calibration_profiles,
     fit_calibration,
     measure_shapes,
+    measured_origin,
     shapes_of,
     write_csv,
 )
@@ -177,7 +177,7 @@ def _calibrate(spec: BuildSpec, store: Store, out: Path, progress: Progress) -> 
         capabilities = engine.capabilities
     finally:
         engine.close()
-    result = fit_calibration(calibration, _origin(spec))
+    result = fit_calibration(calibration, measured_origin(spec.backend, spec.threads, spec.precision))
     limits = Limits(
         context_tokens_max=capabilities.context_tokens_max,
         requests_max=capabilities.requests_max,
@@ -198,14 +198,6 @@ def _calibrate(spec: BuildSpec, store: Store, out: Path, progress: Progress) -> 
     return (
         f"warm in {warm_s:.0f} s; {len(shapes)} profiles, {calibration.waited_share:.0%} of the time lost to "
         f"other processes; fit within {cost.median_error:.1%} (median), {cost.worst_error:.0%} (worst)"
-    )
-
-
-def _origin(spec: BuildSpec) -> str:
-    host = Host.current(spec.backend)
-    return (
-        f"measured {datetime.now(UTC):%Y-%m-%d} on {host.cpu.model_name}, {spec.threads} thread(s), "
-        f"{spec.precision}, openvino {host.library_version}"
     )
 
 

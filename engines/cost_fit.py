@@ -99,18 +99,36 @@ def read_csv(path: Path, model: str | None = None) -> tuple[Sample, ...]:
 
     model: which rows to take; None if the file holds one model only. Raises ValueError naming what is wrong.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
-        if missing:
-            raise ValueError(f"{path.name}: column {missing[0]!r} is missing; expected {', '.join(_COLUMNS)}")
-        rows = [(f"{path.name}, line {reader.line_num}", row) for row in reader]
-    models = sorted({row["model"] for _, row in rows})
+    rows = _rows(path)
+    models = _models(rows)
     if model is None and len(models) > 1:
         raise ValueError(f"{path.name}: holds several models, name one of them: {', '.join(models)}")
     if model is not None and model not in models:
         raise ValueError(f"{path.name}: no rows of model {model!r}; it holds {', '.join(models) or 'none'}")
     return tuple(_parse(place, row) for place, row in rows if model is None or row["model"] == model)
+
+
+def models_in_csv(path: Path) -> tuple[str, ...]:
+    """The models that a file of `read_csv` has rows of, in order of their names. Raises ValueError."""
+    return _models(_rows(path))
+
+
+def _models(rows: list[tuple[str, dict[str, str]]]) -> tuple[str, ...]:
+    return tuple(sorted({row["model"] for _, row in rows}))
+
+
+def _rows(path: Path) -> list[tuple[str, dict[str, str]]]:
+    """(place to name in an error, row) of every row."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                expected = ", ".join(_COLUMNS)
+                raise ValueError(f"{path.name}: column {missing[0]!r} is missing; expected {expected}")
+            return [(f"{path.name}, line {reader.line_num}", row) for row in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path.name}: not a CSV file in UTF-8: {error}") from None
 
 
 def _parse(place: str, row: dict[str, str]) -> Sample:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -215,22 +215,25 @@ def _read_file(path: Path) -> KnownModel:
             f"{path}: schema_version is not {SCHEMA_VERSION}; write it anew with `plaserve calibrate --out`"
         )
     body = {key: value for key, value in data.items() if key != "schema_version"}
-    model: KnownModel
+    _check_fields(path, KnownModel, body, "file")
+    _check_fields(path, CostModel, body["cost"], "cost")
+    if body["shape"] is not None:
+        _check_fields(path, ModelShape, body["shape"], "shape")
+    from pydantic import TypeAdapter, ValidationError
+
     try:
-        shape = None if body.get("shape") is None else _exact(ModelShape, body["shape"], "shape")
-        cost = _exact(CostModel, body.get("cost"), "cost")
-        model = _exact(KnownModel, {**body, "shape": shape, "cost": cost}, "file")
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    return model
+        return TypeAdapter(KnownModel).validate_python(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def _exact(kind: type[Any], data: Any, what: str) -> Any:
-    """`kind` from a dictionary with all of its fields and no other."""
+def _check_fields(path: Path, kind: type[Any], data: Any, what: str) -> None:
+    """Refuse `data` unless it has the fields of `kind` and no other; those with a default may be missing."""
     if not isinstance(data, dict):
-        raise ValueError(f"{what} is not an object")
+        raise ValueError(f"{path}: {what} is not an object")
     names = {field.name for field in fields(kind)}
-    if wrong := sorted(names ^ set(data)):
-        state = "is missing" if wrong[0] in names else "is not known"
-        raise ValueError(f"{what}: field {wrong[0]!r} {state}")
-    return kind(**data)
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    for wrong, state in ((set(data) - names, "is not known"), (needed - set(data), "is missing")):
+        if wrong:
+            raise ValueError(f"{path}: field {min(wrong)!r} of {what} {state}")
