@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from engines.types import Chunking, Pass
 from service.core.admission import misfit
@@ -51,6 +51,7 @@ class Instance:
         self.kv = KvBudget(spec.capabilities.kv_blocks_total, spec.capabilities.block_tokens)
         self.prefix = PrefixIndex(spec.capabilities.block_tokens)
         self.decode = DecodeRule(settings, spec.capabilities, self.pricer)
+        self.busy_s = 0.0  # in passes that are over; written by the scheduler
         self.running: InFlight | None = None
         self.staged: InFlight | None = None
         self.partial: dict[str, Tracked] = {}  # requests whose prefill KV lives here
@@ -222,3 +223,11 @@ class PrefillPolicy(Protocol):
 
     def window(self) -> tuple[float, int]:
         """(W in seconds, D in tokens), zeros where the policy has no window."""
+
+
+@runtime_checkable
+class BindsEarly(Protocol):
+    """A policy that places requests on instances before their first pass."""
+
+    def bound_to(self, instance_id: str) -> Iterator[Tracked]:
+        """The waiting requests that are meant for the instance."""

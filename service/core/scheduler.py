@@ -58,6 +58,8 @@ class PrefillScheduler:
         self.live: dict[str, Tracked] = {}
         self.submitted = 0
         self.outcomes: Counter[Outcome] = Counter()
+        self.accepted_requests = dict.fromkeys(Lane, 0)
+        self.accepted_work_s = dict.fromkeys(Lane, 0.0)  # predicted prefill of each alone
         self.draining = False
         self._intake = Intake(settings)
         self._unheard: dict[str, str] = {}  # ended while in a pass -> instance
@@ -132,6 +134,8 @@ class PrefillScheduler:
             self._emit(tracked)
             return
         self.live[request.request_id] = tracked
+        self.accepted_requests[tracked.lane] += 1
+        self.accepted_work_s[tracked.lane] += tracked.service_s
         self._arrivals.append(tracked)
         self.policy.add(tracked, now_s, arrival=True)
         self._bound_age(tracked, now_s)
@@ -256,6 +260,7 @@ class PrefillScheduler:
         instance = self._over(event.instance_id, event.result.pass_id)
         if instance is None:
             return
+        instance.busy_s += event.result.elapsed_s
         decode = event.result.kind is PassKind.DECODE
         (instance.decode.ran_step if decode else instance.decode.ran_prefill)(event.result.elapsed_s)
         for item in event.result.items:
@@ -310,6 +315,7 @@ class PrefillScheduler:
         instance = self._over(event.instance_id, event.pass_id)
         if instance is None or flight is None:
             return
+        instance.busy_s += now_s - min(now_s, flight.start_s)
         for request_id in dict.fromkeys([*event.lost, *(i.request_id for i in flight.pass_.items)]):
             tracked = self.live.get(request_id)
             if tracked is None:

@@ -2,29 +2,28 @@
 
 The twin of the asyncio runtime, with the same rules, so that both give the core the same events:
 
-* everything due at one instant is delivered in order of scheduling, then the core is polled once;
+* everything due at one instant is delivered in order (see `agenda`), then the core is polled once;
 * carrying out a command may emit events at once (a pass starts, a staged one is revoked), and then the core
   is polled again at the same instant;
 * a wake-up moves the clock to the deadline that asked for it, never short of it;
 * an engine hears of a request with the first pass that brings it, when that pass starts.
 
-Time is a number that jumps, so nothing here waits. Events at equal times keep the order in which they were
-scheduled: the same input gives the identical log.
+Time is a number that jumps, so nothing here waits, and the same input gives the identical result. With a
+link delay there are two places: the scheduler and the records are at the front end, where every time in a
+record is taken; the engines are behind the link (`cluster`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from heapq import heappop, heappush
+from collections.abc import Iterable, Iterator, Mapping
 
-from engines.base import EngineError, PassError
+from engines.base import PassError
 from engines.simulated import SimulatedModel
-from engines.types import EngineRequest, Pass, PassKind, PassResult
+from engines.types import KvEvent, Pass, PassKind, PassResult
+from service.core.fleet_view import observe, totals
+from service.core.reconcile import Controller, RoleMove
 from service.core.scheduler import PrefillScheduler
-from service.core.slot import WorkerSlot
 from service.core.types import (
     Abort,
     Cancel,
@@ -35,154 +34,186 @@ from service.core.types import (
     InstanceSpec,
     InstanceUp,
     KvChanged,
+    Lane,
     Outcome,
     PassFailed,
     PassFinished,
     PassRevoked,
     PassStarted,
+    Reason,
     Reject,
     Request,
     Revoke,
+    RoleChanged,
     Submit,
     WaitUntil,
 )
+from service.sim.agenda import Agenda, Planned
+from service.sim.cluster import Cluster, Process, SimInstance
+from service.sim.result import GapHistogram, Observer, Samples, SimRecord, SimResult
+from service.sim.workload import REPORT_SHORT_TOKENS, Source
+
+__all__ = ["Observer", "SimInstance", "SimRecord", "SimResult", "run"]
 
 POLLS_PER_INSTANT_MAX = 200  # far above any real cascade; a core that asks for more is spinning
 
 
-@dataclass(slots=True)
-class SimRecord:
-    """The life of one request in virtual time (seconds), written by the kernel only."""
-
-    request: Request
-    new_tokens: int = 0  # prompt tokens computed
-    history_tokens: int = 0  # prompt tokens reused
-    output_tokens: int = 0
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    end_s: float | None = None
-    outcome: Outcome | None = None  # None: still live when the run ended
-    known_on: str | None = None  # the instance whose engine holds it
-
-    @property
-    def ttft_s(self) -> float | None:
-        return None if self.first_token_s is None else self.first_token_s - self.request.arrival_s
-
-
-@dataclass(frozen=True, slots=True)
-class SimResult:
-    """log: (now, event or command) in the order in which they happened; empty when not asked for."""
-
-    log: list[tuple[float, Event | Command]]
-    records: dict[str, SimRecord]
-    end_s: float
-
-
-@dataclass(slots=True, eq=False)
-class _Worker:
-    spec: InstanceSpec
-    model: SimulatedModel
-    slot: WorkerSlot = field(default_factory=WorkerSlot)
-    brings: dict[int, list[Request]] = field(default_factory=dict)  # pass id -> requests new to the engine
-
-
 def run(
     scheduler: PrefillScheduler,
-    instances: Iterable[tuple[InstanceSpec, SimulatedModel]],
-    arrivals: Iterable[tuple[float, Request]],
+    instances: Iterable[SimInstance | tuple[InstanceSpec, SimulatedModel]],
+    arrivals: Source | Iterable[tuple[float, Request]],
     *,
     cancels: Iterable[tuple[float, str]] = (),
     token_ids: Mapping[str, tuple[int, ...]] | None = None,
     until_s: float = math.inf,
+    link_s: float = 0.0,
+    controller: Controller | None = None,
+    observer: Observer | None = None,
     keep_log: bool = True,
+    keep_records: bool = True,
+    sample_s: float | None = None,
 ) -> SimResult:
     """Drive a fresh `scheduler` until nothing is left to happen, or to `until_s`.
 
-    arrivals, cancels: (seconds, request) and (seconds, request id); of equal times, in the order given.
-        A client can only cancel what is live, so a cancel before or after the life of its request is void.
+    instances: up from the start, or as `SimInstance` says.
+    arrivals: a source, whose requests arrive at their `arrival_s`; or (seconds, request) in order of time,
+        reported as short up to `REPORT_SHORT_TOKENS` prompt tokens. Either is read one ahead.
+    cancels: (seconds, request id). A client can only cancel what is live, so a cancel before or after the
+        life of its request is void.
     token_ids: prompts of requests that have text; the others are simulated by sizes and block hashes.
-    Raises RuntimeError when the core polls without end at one instant, ValueError for a repeated id.
+    link_s: delay between the scheduler and every worker, each way.
+    controller: asked every `period_s` with what `fleet_view.observe` sees; its moves are carried out at once.
+    observer: hears of every request that ends, and may stop the run.
+    keep_log, keep_records: False for long runs; without records only live requests take memory.
+    sample_s: period of `SimResult.samples`; None: no samples.
+    Raises RuntimeError when the core polls without end at one instant; ValueError for an id that comes
+    twice, arrivals out of order, and an instance that is back before the link said that it was down.
     """
-    kernel = _Kernel(scheduler, instances, token_ids or {}, keep_log)
-    for time_s, request in arrivals:
-        kernel.at(time_s, partial(kernel.submit, request))
+    if not 0.0 <= link_s < math.inf:
+        raise ValueError(f"link_s must be finite and at least 0, got {link_s}")
+    front = _FrontEnd(scheduler, keep_log, keep_records, observer)
+    agenda = front.agenda
+    front.cluster = cluster = Cluster(agenda, front, link_s, token_ids or {})
+    for instance in instances:
+        cluster.add(instance if isinstance(instance, SimInstance) else _given(*instance))
     for time_s, request_id in cancels:
-        kernel.at(time_s, partial(kernel.cancel, request_id))
-    kernel.run(until_s)
-    return SimResult(kernel.log, kernel.records, kernel.now_s)
+        agenda.at(time_s, front.cancel, request_id)
+    if isinstance(arrivals, Iterable):
+        agenda.arrivals(_planned(arrivals))
+    else:
+        front.source = arrivals
+        agenda.arrivals(_from_source(arrivals))
+    if controller is not None:
+        agenda.every(controller.period_s, _Steps(front, controller).step)
+    if sample_s is not None:
+        front.samples = Samples()
+        agenda.every(sample_s, front.sample)
+    front.run(until_s)
+    return front.result()
 
 
-class _Kernel:
+def _given(spec: InstanceSpec, model: SimulatedModel) -> SimInstance:
+    return SimInstance(spec, lambda: model)
+
+
+def _planned(arrivals: Iterable[tuple[float, Request]]) -> Iterator[Planned]:
+    for time_s, request in arrivals:
+        yield time_s, request, Lane.SHORT if request.prompt_tokens <= REPORT_SHORT_TOKENS else Lane.LONG
+
+
+def _from_source(source: Source) -> Iterator[Planned]:
+    while (arrival := source.next_arrival()) is not None:
+        yield arrival.request.arrival_s, arrival.request, arrival.lane
+
+
+class _FrontEnd:
+    """Drives the core, and keeps the records of what clients would see."""
+
+    cluster: Cluster
+    source: Source | None = None
+    samples: Samples | None = None
+
     def __init__(
-        self,
-        scheduler: PrefillScheduler,
-        instances: Iterable[tuple[InstanceSpec, SimulatedModel]],
-        token_ids: Mapping[str, tuple[int, ...]],
-        keep_log: bool,
+        self, scheduler: PrefillScheduler, keep_log: bool, keep_records: bool, observer: Observer | None
     ) -> None:
-        self.now_s = 0.0
-        self.log: list[tuple[float, Event | Command]] = []
-        self.records: dict[str, SimRecord] = {}
-        self._scheduler = scheduler
-        self._token_ids = token_ids
+        self.agenda = Agenda(self.submit)
+        self.scheduler = scheduler
+        self.role_moves: list[tuple[float, RoleMove]] = []
+        self._log: list[tuple[float, Event | Command]] = []
+        self._records: dict[str, SimRecord] = {}
+        self._known: dict[str, Process] = {}  # the process that the scheduler knows as an instance
         self._keep_log = keep_log
-        self._workers = {spec.instance_id: _Worker(spec, model) for spec, model in instances}
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._scheduled = 0
+        self._keep_records = keep_records
+        self._observer = observer
+        self._itl = GapHistogram()
+        self._submitted = 0
+        self._stopped = False
         self._wake_s = math.inf
         self._heard = False  # an event since the last poll
-        self._polls_now = 0  # at this instant
-        for worker in self._workers.values():
-            self.at(0.0, partial(self.emit, InstanceUp(worker.spec)))
+        self._polled_s = -math.inf
+        self._polls_now = 0  # at that instant
+
+    def result(self) -> SimResult:
+        return SimResult(
+            log=self._log,
+            records=self._records,
+            end_s=self.agenda.now_s,
+            submitted=self._submitted,
+            instances=self.cluster.figures(),
+            itl=self._itl,
+            role_moves=tuple(self.role_moves),
+            stopped=self._stopped,
+            samples=self.samples,
+        )
 
     # --- time ---
 
-    def at(self, time_s: float, action: Callable[[], None]) -> None:
-        heappush(self._heap, (time_s, self._scheduled, action))
-        self._scheduled += 1
-
     def run(self, until_s: float) -> None:
-        while (time_s := self._next_s()) <= until_s and math.isfinite(time_s):
-            if time_s > self.now_s:
-                self.now_s, self._polls_now = time_s, 0
-            while self._heap and self._heap[0][0] <= self.now_s:
-                heappop(self._heap)[2]()
-            while self._heard or self._wake_s <= self.now_s:
-                self._poll()
+        agenda = self.agenda
+        while (time_s := min(self._wake_s, agenda.next_s)) <= until_s and time_s < math.inf:
+            for tick in agenda.ticks_until(time_s):
+                tick()
+                self._poll_while_asked()
+            agenda.now_s = max(agenda.now_s, time_s)
+            agenda.deliver()
+            self._poll_while_asked()
+            if self._stopped:
+                return
 
-    def _next_s(self) -> float:
-        return min(self._wake_s, self._heap[0][0]) if self._heap else self._wake_s
+    def _poll_while_asked(self) -> None:
+        while self._heard or self._wake_s <= self.agenda.now_s:
+            self._poll(self.agenda.now_s)
 
-    def _poll(self) -> None:
+    def _poll(self, now_s: float) -> None:
         self._heard = False
-        self._polls_now += 1
-        commands = self._scheduler.poll(self.now_s)
+        self._polls_now = self._polls_now + 1 if now_s == self._polled_s else 1
+        self._polled_s = now_s
+        commands = self.scheduler.poll(now_s)
         if self._polls_now > POLLS_PER_INSTANT_MAX:
-            raise RuntimeError(f"the core spins at {self.now_s} s; its last commands were {commands}")
-        for command in commands:
-            self._note(command)
+            raise RuntimeError(f"the core spins at {now_s} s; its last commands were {commands}")
+        if self._keep_log:
+            self._log.extend((now_s, command) for command in commands)
         for command in commands:
             self._carry_out(command)
-
-    def _note(self, entry: Event | Command) -> None:
-        if self._keep_log:
-            self.log.append((self.now_s, entry))
 
     # --- events in ---
 
     def emit(self, event: Event) -> None:
-        self._note(event)
-        self._scheduler.on_event(event, self.now_s)
+        now_s = self.agenda.now_s
+        if self._keep_log:
+            self._log.append((now_s, event))
+        self.scheduler.on_event(event, now_s)
         self._heard = True
 
-    def submit(self, request: Request) -> None:
-        if request.request_id in self.records:
+    def submit(self, request: Request, lane: Lane) -> None:
+        if request.request_id in self._records:
             raise ValueError(f"arrivals: request id {request.request_id} comes twice")
-        self.records[request.request_id] = SimRecord(request)
+        self._records[request.request_id] = SimRecord(request, lane)
+        self._submitted += 1
         self.emit(Submit(request))
 
     def cancel(self, request_id: str) -> None:
-        record = self.records.get(request_id)
+        record = self._records.get(request_id)
         if record is not None and record.outcome is None:
             self.emit(Cancel(request_id))
 
@@ -191,108 +222,127 @@ class _Kernel:
     def _carry_out(self, command: Command) -> None:
         match command:
             case Dispatch(instance_id, pass_, staged):
-                self._dispatch(self._workers[instance_id], pass_, staged)
+                process = self._known[instance_id]
+                self.cluster.dispatch(process, pass_, self._brought(process, pass_), staged=staged)
             case Revoke(instance_id, pass_id, _):
-                self._revoke(self._workers[instance_id], pass_id)
+                self.cluster.revoke(self._known[instance_id], pass_id)
             case Abort(instance_id, request_id, _):
-                self._workers[instance_id].model.cancel(request_id)
-                self.records[request_id].known_on = None
-            case Reject(request_id, outcome):
-                self._end(request_id, outcome)
+                self.cluster.abort(self._known[instance_id], request_id)
+                if request_id in self._records:
+                    self._records[request_id].known_on = None
+            case Reject(request_id, outcome, reason):
+                self._end(request_id, outcome, reason)
             case WaitUntil(time_s, _):
                 self._wake_s = time_s
             case _:
                 self._wake_s = math.inf
 
-    def _dispatch(self, worker: _Worker, pass_: Pass, staged: bool) -> None:
+    def _brought(self, process: Process, pass_: Pass) -> list[Request]:
+        """The requests that the engine hears of with this pass."""
         brings: list[Request] = []
         for item in pass_.items if pass_.kind is PassKind.PREFILL else ():
-            record = self.records[item.request_id]
-            if record.known_on != worker.spec.instance_id:
-                record.known_on = worker.spec.instance_id
+            record = self._records.get(item.request_id)
+            if record is not None and record.known_on != process.number:
+                record.known_on = process.number
                 brings.append(record.request)
-        worker.slot.dispatch(pass_, staged)
-        worker.brings[pass_.pass_id] = brings
-        self._start_next(worker)
+        return brings
 
-    def _revoke(self, worker: _Worker, pass_id: int) -> None:
-        if worker.slot.revoke(pass_id):
-            for request in worker.brings.pop(pass_id):
-                self.records[request.request_id].known_on = None
-            self.emit(PassRevoked(worker.spec.instance_id, pass_id))
+    def _end(self, request_id: str, outcome: Outcome, reason: Reason | None = None) -> None:
+        record = self._records[request_id]
+        record.outcome, record.reason, record.end_s = outcome, reason, self.agenda.now_s
+        if not self._keep_records:
+            del self._records[request_id]
+        if self._observer is not None and self._observer.ended(record):
+            self._stopped = True
+        if self.source is not None:
+            self._ask_for_more(self.source, record.request)
 
-    def _end(self, request_id: str, outcome: Outcome) -> None:
-        record = self.records[request_id]
-        record.outcome, record.end_s = outcome, self.now_s
+    def _ask_for_more(self, source: Source, request: Request) -> None:
+        now_s = self.agenda.now_s
+        for arrival in source.ended(request, now_s):
+            if arrival.request.arrival_s < now_s:
+                raise ValueError(
+                    f"arrivals: {arrival.request.request_id} is due at {arrival.request.arrival_s} s, before "
+                    f"{request.request_id} ended at {now_s} s"
+                )
+            self.agenda.at(arrival.request.arrival_s, self.submit, arrival.request, arrival.lane)
 
-    # --- passes ---
+    # --- what is heard from workers ---
 
-    def _start_next(self, worker: _Worker) -> None:
-        pass_ = worker.slot.start_next()
-        if pass_ is None:
-            return
-        self.emit(PassStarted(worker.spec.instance_id, pass_.pass_id))
-        try:
-            for request in worker.brings.pop(pass_.pass_id):
-                self._introduce(worker.model, request)
-            end_s = self.now_s + worker.model.begin(pass_)
-        except (KeyError, ValueError) as error:  # refused before anything ran
-            refusal = PassError(f"{type(error).__name__}: {error}", ())
-            self.at(self.now_s, partial(self._answer, worker, refusal))
-        else:
-            self.at(end_s, partial(self._finish, worker))
+    def up(self, process: Process) -> None:
+        self._known[process.instance_id] = process
+        self.emit(InstanceUp(process.instance.spec))
 
-    def _introduce(self, model: SimulatedModel, request: Request) -> None:
-        ids, retain = self._token_ids.get(request.request_id), bool(request.session)
-        if ids is not None:
-            model.submit(EngineRequest(request.request_id, ids, request.max_new_tokens, retain=retain))
-            return
-        model.submit_sizes(
-            request.request_id,
-            request.prompt_tokens,
-            request.max_new_tokens,
-            request.block_hashes,
-            retain=retain,
-        )
+    def down(self, process: Process, error: str) -> None:
+        self.emit(InstanceDown(process.instance_id, error))
 
-    def _finish(self, worker: _Worker) -> None:
-        try:
-            self._answer(worker, worker.model.finish())
-        except (PassError, EngineError) as error:
-            self._answer(worker, error)
+    def started(self, process: Process, pass_: Pass, start_s: float) -> None:
+        for item in pass_.items:
+            record = self._records.get(item.request_id)
+            if record is not None and record.first_pass_s is None:
+                record.first_pass_s = start_s
+        self.emit(PassStarted(process.instance_id, pass_.pass_id))
 
-    def _answer(self, worker: _Worker, outcome: PassResult | PassError | EngineError) -> None:
-        """The running pass is over: tell the core, and go on with the staged one."""
-        pass_, instance_id = worker.slot.finish(), worker.spec.instance_id
-        if isinstance(outcome, EngineError):
-            self.emit(InstanceDown(instance_id, f"{type(outcome).__name__}: {outcome}"))
-            return
-        if isinstance(outcome, PassError):
-            self.emit(PassFailed(instance_id, pass_.pass_id, outcome.request_ids, str(outcome)))
-        else:
-            self._record(outcome)
-            self.emit(PassFinished(instance_id, outcome))
-            self._end_finished(outcome)
-        kv_events = worker.model.kv_events()
-        if kv_events:
-            self.emit(KvChanged(instance_id, kv_events))
-        self._start_next(worker)
+    def revoked(self, process: Process, pass_id: int, brought: list[Request]) -> None:
+        for request in brought:
+            if request.request_id in self._records:
+                self._records[request.request_id].known_on = None
+        self.emit(PassRevoked(process.instance_id, pass_id))
 
-    def _record(self, result: PassResult) -> None:
+    def finished(self, process: Process, result: PassResult, kv_events: tuple[KvEvent, ...]) -> None:
+        complete: list[str] = []
         for item in result.items:
-            record = self.records[item.request_id]
-            if record.outcome is not None or item.error is not None:
+            record = self._records.get(item.request_id)
+            if record is None or record.outcome is not None or item.error is not None:
                 continue  # ended meanwhile, or its part of the pass failed
             if result.kind is PassKind.PREFILL:
                 record.new_tokens += item.computed
                 record.history_tokens += item.reused
             if item.token is not None:
-                record.output_tokens += 1
-                record.last_token_s = self.now_s
-                if record.first_token_s is None:
-                    record.first_token_s = self.now_s
+                self._token(record, self.agenda.now_s)
+            if item.finish is not None:
+                complete.append(item.request_id)
+        self.emit(PassFinished(process.instance_id, result))
+        for request_id in complete:
+            self._end(request_id, Outcome.COMPLETED)
+        self._kv_changed(process, kv_events)
 
-    def _end_finished(self, result: PassResult) -> None:
-        for item in result.items:
-            if item.finish is not None and self.records[item.request_id].outcome is None:
-                self._end(item.request_id, Outcome.COMPLETED)
+    def failed(
+        self, process: Process, pass_id: int, error: PassError, kv_events: tuple[KvEvent, ...]
+    ) -> None:
+        self.emit(PassFailed(process.instance_id, pass_id, error.request_ids, str(error)))
+        self._kv_changed(process, kv_events)
+
+    def _kv_changed(self, process: Process, kv_events: tuple[KvEvent, ...]) -> None:
+        if kv_events:
+            self.emit(KvChanged(process.instance_id, kv_events))
+
+    def _token(self, record: SimRecord, now_s: float) -> None:
+        record.output_tokens += 1
+        if record.last_token_s is None:
+            record.first_token_s = now_s
+        else:
+            self._itl.add(now_s - record.last_token_s)
+        record.last_token_s = now_s
+
+    # --- ticks ---
+
+    def sample(self) -> None:
+        assert self.samples is not None
+        self.samples.take(self.scheduler, self.agenda.now_s)
+
+
+class _Steps:
+    """The steps of a controller: what it sees each period, and its moves."""
+
+    def __init__(self, front: _FrontEnd, controller: Controller) -> None:
+        self._front = front
+        self._controller = controller
+        self._seen = totals(front.scheduler, 0.0)
+
+    def step(self) -> None:
+        now_s = self._front.agenda.now_s
+        view, self._seen = observe(self._front.scheduler, self._seen, now_s)
+        for move in self._controller.step(view, now_s):
+            self._front.role_moves.append((now_s, move))
+            self._front.emit(RoleChanged(move.instance_id, move.role))
