@@ -27,6 +27,7 @@ class TraceRow:
     block_hashes: chain hashes of the full blocks of the prompt (and on into the answer where the trace knows
         them), `block_tokens` of the trace each. Equal hashes mean equal content from the start of the prompt.
     session: rows of a session are sent one after the other. think_s: from the end of the turn before.
+    reused_tokens: leading tokens shared with the turn before, for sessions recorded without hashes.
     """
 
     arrival_s: float
@@ -35,6 +36,7 @@ class TraceRow:
     block_hashes: tuple[int, ...] = ()
     session: str = ""
     think_s: float = 0.0
+    reused_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
