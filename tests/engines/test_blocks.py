@@ -63,6 +63,7 @@ class ModelBlock:
     holders: int
     retained: bool = False
     released: int = -1
+    part: bool = False  # let go between two parts of a prompt
 
 
 @dataclass
@@ -91,8 +92,8 @@ class PoolMachine(RuleBasedStateMachine):
     @property
     def idle(self) -> list[int]:
         """Evictable hashes in the order in which they must go."""
-        free = [(b.retained, b.released, h) for h, b in self.cache.items() if b.holders == 0]
-        return [value for _, _, value in sorted(free)]
+        free = [(b.part, b.retained, b.released, h) for h, b in self.cache.items() if b.holders == 0]
+        return [value for *_, value in sorted(free)]
 
     @property
     def unused(self) -> int:
@@ -117,6 +118,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(table.blocks) == reused
         for value in prefix[:reused]:
             self.cache[value].holders += 1
+            self.cache[value].part = False
         return Held(table, prefix, list(prefix[:reused]))
 
     @rule(family=st.integers(1, 3), length=st.integers(1, 6), retain=st.booleans())
@@ -157,9 +159,9 @@ class PoolMachine(RuleBasedStateMachine):
                 self.cache[value] = ModelBlock(holders=1)
                 self.private -= 1
 
-    @rule(held=consumes(tables))
-    def release(self, held: Held) -> None:
-        self.pool.release(held.table)
+    @rule(held=consumes(tables), part=st.booleans())
+    def release(self, held: Held, part: bool = False) -> None:
+        self.pool.release(held.table, part=part)
         for value in reversed(held.hashes):  # the tail of a prefix is worth least: it goes first
             if value is None:
                 self.private -= 1
@@ -168,9 +170,21 @@ class PoolMachine(RuleBasedStateMachine):
             block.holders -= 1
             block.retained |= held.table.retain
             block.released = self.clock
+            block.part = part and block.holders == 0
             self.clock += 1
         held.alive = False
         self.pool.release(held.table)  # twice is harmless: the table holds nothing any more
+
+    @rule(family=st.integers(1, 3), length=st.integers(1, 6))
+    def end_part(self, family: int, length: int) -> None:
+        """A prompt between two parts is given up: its blocks go with the others, as the latest of them."""
+        prefix = tuple(family * 100 + index for index in range(length))
+        self.pool.end_part(prefix)
+        for value in prefix:
+            block = self.cache.get(value)
+            if block is not None and block.holders == 0 and block.part:
+                block.part, block.released = False, self.clock
+                self.clock += 1
 
     @invariant()
     def accounts_agree(self) -> None:
@@ -188,6 +202,18 @@ class PoolMachine(RuleBasedStateMachine):
                 assert self.mirror.issuperset(event.block_hashes)
                 self.mirror.difference_update(event.block_hashes)
         assert self.mirror == set(self.cache)
+
+
+def test_a_large_pool_costs_nothing_before_it_is_filled() -> None:
+    pool = BlockPool(10**12, BLOCK_TOKENS)
+    table = pool.acquire((), 0)
+    pool.extend(table, 1000 * BLOCK_TOKENS)
+    assert len(set(table.blocks)) == 1000
+    pool.release(table)
+    again = pool.acquire((), 0)
+    pool.extend(again, 1000 * BLOCK_TOKENS)
+    assert max(again.blocks) == 999  # what was given back goes out again first
+    pool.check()
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60)
