@@ -23,6 +23,7 @@ class PolicyKind:
     controller: who moves roles under it; None: roles stay as they are.
     search: knob -> values that the lab's search tries, the default first.
     what, source, differs: one row of the table in the docs.
+    starves: at its defaults, sustained overload can keep a request waiting without bound, as in the original.
     """
 
     make: Callable[..., PrefillPolicy]
@@ -31,7 +32,8 @@ class PolicyKind:
     differs: str
     knobs: type | None = None
     controller: Callable[..., Controller] | None = None
-    search: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    search: Mapping[str, tuple[float | str, ...]] = field(default_factory=dict)
+    starves: bool = False
 
 
 POLICIES: dict[str, PolicyKind] = {
