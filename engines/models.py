@@ -144,12 +144,12 @@ def scale_cost(cost: CostModel, old: ModelShape, new: ModelShape) -> CostModel:
     """The cost of a model of shape `new`, on the same machine, from that of a model of shape `old`."""
     return replace(
         cost,
-        launch_s=cost.launch_s * new.layers / old.layers,
-        weights_s=cost.weights_s * new.weight_bytes / old.weight_bytes,
-        alpha=cost.alpha * new.attention_width / old.attention_width,
-        beta=cost.beta * new.flops_per_token / old.flops_per_token,
-        gamma_w=cost.gamma_w * (new.layers * new.hidden) / (old.layers * old.hidden),
-        gamma_r=cost.gamma_r * new.kv_bytes_per_token / old.kv_bytes_per_token,
+        launch_s=cost.launch_s * (new.layers / old.layers),
+        weights_s=cost.weights_s * (new.weight_bytes / old.weight_bytes),
+        alpha=cost.alpha * (new.attention_width / old.attention_width),
+        beta=cost.beta * (new.flops_per_token / old.flops_per_token),
+        gamma_w=cost.gamma_w * (new.layers * new.hidden / (old.layers * old.hidden)),
+        gamma_r=cost.gamma_r * (new.kv_bytes_per_token / old.kv_bytes_per_token),
     )
 
 

@@ -122,13 +122,13 @@ def _coefficients(result: Calibrated) -> Table:
     for name, justify in (("coefficient", "left"), ("value", "right"), ("what it is", "left")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]  # rich's literal type
     rows = [
-        ("launch", f"{model.launch_s * 1e3:.3g} ms", "host work a pass; 0 unless it was measured"),
+        ("launch", f"{model.launch_s * 1e3:.3g} ms", "host work a pass; 0 if not measured"),
         ("weights", f"{model.weights_s * 1e3:.4g} ms", "reading the model once a pass"),
         ("alpha", f"{model.alpha * 1e9:.4g} ns", "attention, per unit of L (L + 2H)"),
         ("beta", f"{model.beta * 1e6:.4g} us", "matmuls, per new token"),
         ("gamma_w", f"{model.gamma_w * 1e9:.4g} ns", "writing, per new token"),
         ("gamma_r", f"{model.gamma_r * 1e9:.4g} ns", "reading KV, per history token"),
-        ("p", f"{model.smooth_p:.3g}", "corner of the two sides; large is sharp"),
+        ("p", f"{model.smooth_p:.3g}", "corner of both sides; large is sharp"),
     ]
     implied = _implied(result.shape, model) if result.shape is not None else {}
     if implied:
@@ -142,13 +142,16 @@ def _implied(shape: ModelShape, model: CostModel) -> dict[str, str]:
     """The hardware rates that the coefficients stand for, to hold against a data sheet."""
 
     def rate(work: float, time_s: float, unit: str) -> str:
-        return f"{work / time_s / 1e12:.3g} {unit}" if time_s > 0.0 else ""
+        if time_s <= 0.0:
+            return ""
+        value = work / time_s
+        return f"{value / 1e12:.3g} T{unit}" if value >= 1e12 else f"{value / 1e9:.3g} G{unit}"
 
     return {
-        "weights": rate(shape.weight_bytes, model.weights_s, "TB/s"),
-        "alpha": rate(2 * shape.attention_width, model.alpha, "TFLOP/s"),
-        "beta": rate(shape.flops_per_token, model.beta, "TFLOP/s"),
-        "gamma_r": rate(shape.kv_bytes_per_token, model.gamma_r, "TB/s"),
+        "weights": rate(shape.weight_bytes, model.weights_s, "B/s"),
+        "alpha": rate(2 * shape.attention_width, model.alpha, "FLOP/s"),
+        "beta": rate(shape.flops_per_token, model.beta, "FLOP/s"),
+        "gamma_r": rate(shape.kv_bytes_per_token, model.gamma_r, "B/s"),
     }
 
 
