@@ -30,8 +30,9 @@ def boundary() -> Exhibit:
         f"With the reading of the weights in the memory term L_m is {min(at_zero)} to {max(at_zero)} tokens "
         f"without history (published: {PUBLISHED_TOKENS:.0f}) and falls as history grows, because attention "
         "over it is compute. The formula as printed, (gamma_w - beta) / alpha, leaves the weights out and "
-        "comes out negative: by it every prefill would be compute-bound. It is shown and used nowhere. What a pass "
-        "costs depends on its tokens in all, so the knee of the pass says more about batching than L_m does."
+        "comes out negative: by it every prefill would be compute-bound. It is shown and used nowhere. What "
+        "a pass costs depends on its tokens in all, so the knee of the pass says more about batching than "
+        "L_m does."
     )
     histories = tuple(float(h) for h in range(0, 32_769, 1024))
     series = tuple(
