@@ -183,6 +183,9 @@ def _fit(
     fitted = fit(samples, origin=origin, launch_s=launch_s)
     held_out = None
     if holdout is HoldOut.EVEN_ODD:
-        half = fit(samples[::2], origin=f"{origin}, even rows", launch_s=launch_s).model
+        try:
+            half = fit(samples[::2], origin=f"{origin}, even rows", launch_s=launch_s).model
+        except ValueError as error:
+            raise ValueError(f"the even rows alone, for --holdout: {error}") from None
         held_out = HeldOut(half, errors(half, samples[1::2]))
     return Calibrated(name, shape, samples, fitted, held_out)

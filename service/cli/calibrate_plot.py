@@ -172,7 +172,7 @@ def _rate(axes: Any, result: Calibrated) -> None:
     axes.annotate(f"saturated: {limit:,.0f} tokens/s", (tokens[0], limit), xytext=(2, 4), **note)
     axes.annotate(f"knee: {knee:,} tokens", (knee, 0.0), xytext=(5, 8), color=COLOURS[1], **note)
     axes.set_xscale("log", base=2)
-    axes.set_ylim(0, 1.12 * max(limit, *(rate for _, rate in points)))
+    axes.set_ylim(0, 1.12 * max([limit, *(rate for _, rate in points)]))
     style(axes, "Rate of short prompts: samples and model", "T, new tokens in the pass", "tokens/s")
     _plain_ticks(axes)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
