@@ -27,8 +27,9 @@ class Drawn(NamedTuple):
 
     prompt_tokens: int
     output_tokens: int
-    block_hashes: tuple[int, ...]
-    cached_tokens: int
+    block_hashes: tuple[int, ...] = ()
+    cached_tokens: int = 0
+    session: str = ""
 
 
 class Content(Protocol):
@@ -36,11 +37,11 @@ class Content(Protocol):
 
 
 def draw_salt(rng: np.random.Generator) -> int:
-    """63 random bits. Salted by exclusive or, hashes stay as distinct as they were.
+    """62 random bits. Salted by exclusive or, hashes stay as distinct as they were.
 
     Two salts make small ids collide only where the salts agree in all higher bits.
     """
-    return int(rng.integers(1, 1 << 63))
+    return int(rng.integers(1, 1 << 62))
 
 
 def reusable_blocks(prompt_tokens: int, output_tokens: int, block_tokens: int) -> int:
@@ -58,7 +59,7 @@ class LengthContent:
         self._prompts = self._stream(lengths, rng, tokens_max)
 
     def draw(self) -> Drawn:
-        return Drawn(next(self._prompts), self._output_tokens, (), 0)
+        return Drawn(next(self._prompts), self._output_tokens)
 
     @staticmethod
     def _stream(lengths: LengthSet, rng: np.random.Generator, tokens_max: int) -> Iterator[int]:
@@ -93,13 +94,14 @@ class TraceContent:
         row = self._rows[self._next]
         self._next += 1
         output_tokens = self._output_tokens or row.output_tokens
+        session = f"{row.session}@{self._salt:x}" if row.session else ""
         if not row.block_hashes:
-            return Drawn(row.prompt_tokens, output_tokens, (), 0)
+            return Drawn(row.prompt_tokens, output_tokens, session=session)
         blocks = reusable_blocks(row.prompt_tokens, output_tokens, self._block_tokens)
         hashes = tuple(value ^ self._salt for value in row.block_hashes[:blocks])
         cached = cached_blocks(hashes, self._seen, row.prompt_tokens, self._block_tokens)
-        self._seen.update(hashes)
-        return Drawn(row.prompt_tokens, output_tokens, hashes, cached * self._block_tokens)
+        self._seen.update(hashes[cached:])
+        return Drawn(row.prompt_tokens, output_tokens, hashes, cached * self._block_tokens, session)
 
 
 def cached_blocks(hashes: Sequence[int], seen: set[int], prompt_tokens: int, block_tokens: int) -> int:

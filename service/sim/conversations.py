@@ -65,7 +65,7 @@ class DrawnConversations:
     def start(self) -> Conversation:
         """All draws of a session are made here, so that it is the same whenever its turns are sent."""
         settings, rng = self._settings, self._rng
-        base = self._sessions * _BLOCKS_MAX
+        base = self._salt + self._sessions * _BLOCKS_MAX
         self._sessions += 1
         turns = int(rng.geometric(1.0 / settings.turns_mean))
         new = [
@@ -83,7 +83,7 @@ class DrawnConversations:
             if prompt > self._settings.prompt_tokens_max:
                 return
             blocks = reusable_blocks(prompt, output, size)
-            hashes = tuple((base + n) ^ self._salt for n in range(blocks))
+            hashes = tuple(range(base, base + blocks))
             cached = min(known_blocks, (prompt - 1) // size) * size
             yield Turn(Drawn(prompt, output, hashes, cached), think_s if history else 0.0)
             history, known_blocks = prompt + output, blocks
@@ -111,22 +111,22 @@ class RecordedConversations:
         return self._turns(rows, draw_salt(self._rng))
 
     def _turns(self, rows: Sequence[TraceRow], salt: int) -> Conversation:
-        size, seen, fresh = self._block_tokens, set[int](), 0
+        size, seen, fresh = self._block_tokens, set[int](), salt
         chain: tuple[int, ...] = ()
         for number, row in enumerate(rows):
             output = self._settings.output_tokens or row.output_tokens
             blocks = reusable_blocks(row.prompt_tokens, output, size)
             if row.block_hashes:
                 chain = tuple(value ^ salt for value in row.block_hashes[:blocks])
+                known = cached_blocks(chain, seen, row.prompt_tokens, size)
+                seen.update(chain[known:])
             else:
-                shared = chain[: min(row.reused_tokens // size, blocks)]
-                grown = blocks - len(shared)
-                chain = (*shared, *((fresh + n) ^ salt for n in range(grown)))
+                shared = chain[: min(row.reused_tokens, row.prompt_tokens - 1) // size]
+                known, grown = len(shared), blocks - len(shared)
+                chain = (*shared, *range(fresh, fresh + grown))
                 fresh += grown
-            cached = cached_blocks(chain, seen, row.prompt_tokens, size) * size
-            seen.update(chain)
             think_s = min(row.think_s, self._settings.think_s_max) if number else 0.0
-            yield Turn(Drawn(row.prompt_tokens, output, chain, cached), think_s)
+            yield Turn(Drawn(row.prompt_tokens, output, chain, known * size), think_s)
 
 
 def sessions_of(rows: Sequence[TraceRow], prompt_tokens_max: int) -> list[list[TraceRow]]:

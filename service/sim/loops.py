@@ -1,8 +1,8 @@
 """The sources of requests: open loop, closed loop, sessions.
 
 An *open loop* sends at its own times, whatever the service does. A *closed loop* has a number of clients,
-each with one request at a time (how LAPS measured). *Sessions* are conversations: the next turn follows the end of
-the one before after a time to think; sessions begin at times of their own, or are so many at a time.
+each with one request at a time (how LAPS measured). *Sessions* are conversations: the next turn follows the end
+of the one before after a time to think; sessions begin at times of their own, or are so many at a time.
 
 A request that was refused ends like one that was answered: its client goes on.
 """
@@ -61,7 +61,7 @@ class Issuer:
         return self.issued < self._requests_max and time_s <= self._seconds
 
     def issue(self, drawn: Drawn, time_s: float, session: str = "") -> Arrival:
-        prompt_tokens, output_tokens, hashes, cached_tokens = drawn
+        prompt_tokens, output_tokens, hashes, cached_tokens, _ = drawn
         lane, target_s = self._targets.of(prompt_tokens, cached_tokens)
         request_id = f"r{self.issued}"
         self.issued += 1
@@ -91,7 +91,8 @@ class OpenLoop:
         time_s, part = next(self._plan)
         if not self._issuer.open_at(time_s):
             return None
-        return self._issuer.issue(self._contents[part].draw(), time_s)
+        drawn = self._contents[part].draw()
+        return self._issuer.issue(drawn, time_s, drawn.session)
 
     def ended(self, request: Request, now_s: float) -> Iterable[Arrival]:
         return ()

@@ -148,7 +148,7 @@ def _trace_part(spec: WorkloadSpec, name: str, trace: Trace) -> Part:
         kept = [row for turns in sessions for row in turns]
         turns_mean = len(kept) / len(sessions)
     else:
-        if any(row.reused_tokens for row in rows):
+        if any(row.session for row in rows) and rows[-1].arrival_s == 0.0:
             raise ValueError(f"parts: {name} is made of sessions; use arrivals sessions")
         kept, turns_mean = [row for row in rows if row.prompt_tokens <= spec.prompt_tokens_max], 1.0
     if not kept:

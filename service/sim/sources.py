@@ -136,38 +136,47 @@ def workload_stats(
     parts = load_parts(spec, trace)
     streams = Streams(seed)
     shares = Shares(streams("parts"), spec.shares, spec.flips).at(at_s)
-    weights, samples = [], []
+    weights: list[float] = []
+    samples: list[Sizes] = []
     for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
-        drawn = _sample(spec, part, streams(f"content/{number}"), math.ceil(share * requests))
+        drawn = [
+            _sizes(d) for d in _sample(spec, part, streams(f"content/{number}"), math.ceil(share * requests))
+        ]
         weights += [share * part.turns_mean / max(1, len(drawn))] * len(drawn)
         samples += drawn
     left_out = sum(share * part.left_out_ratio for part, share in zip(parts, shares, strict=True))
     return _averages(np.array(weights), samples, cost_request_s, left_out)
 
 
-def _sample(spec: WorkloadSpec, part: Part, rng: np.random.Generator, size: int) -> list[Drawn]:
-    """`size` requests of a part, or the whole trace if it has no more."""
+Sizes = tuple[int, int, int]  # prompt, output and cached tokens
+
+
+def _sizes(drawn: Drawn) -> Sizes:
+    return drawn.prompt_tokens, drawn.output_tokens, drawn.cached_tokens
+
+
+def _sample(spec: WorkloadSpec, part: Part, rng: np.random.Generator, size: int) -> Iterator[Drawn]:
+    """At least `size` requests of a part, or about the whole trace if it has no more."""
     if part.trace is not None:
         size = min(size, len(part.trace.rows))
     if spec.arrivals is not Arrivals.SESSIONS:
         content = part.content(spec, rng)
-        return [content.draw() for _ in range(size)]
+        yield from (content.draw() for _ in range(size))
+        return
     sessions = part.conversations(spec, rng)
-    drawn: list[Drawn] = []
-    while len(drawn) < size:
-        drawn += [turn.drawn for turn in sessions.start()]
-    return drawn
+    while size > 0:
+        for turn in sessions.start():
+            size -= 1
+            yield turn.drawn
 
 
 def _averages(
     weights: Floats,
-    samples: Sequence[Drawn],
+    samples: Sequence[Sizes],
     cost_request_s: Callable[[int, int], float] | None,
     left_out_ratio: float,
 ) -> WorkloadStats:
-    prompt, output, cached = np.array(
-        [(d.prompt_tokens, d.output_tokens, d.cached_tokens) for d in samples]
-    ).T
+    prompt, output, cached = np.array(samples).T
     new = prompt - cached
     short = new <= REPORT_SHORT_TOKENS
     alone_s = math.nan
