@@ -125,7 +125,7 @@ def _check_usage(
         raise typer.BadParameter("--model goes with --csv")
     if seconds is not None and seconds <= 0.0:
         raise typer.BadParameter(f"--seconds must be above 0, got {seconds}")
-    if plot is not None and plot.suffix.lower() not in PLOT_TYPES:
+    if plot is not None and plot.suffix not in PLOT_TYPES:
         raise typer.BadParameter(f"--plot must end in {' or '.join(PLOT_TYPES)}, got {plot.name!r}")
 
 

@@ -34,9 +34,12 @@ def style(axes: Any, title: str, x_label: str, y_label: str) -> None:
 
 
 def save(picture: Figure, path: Path) -> None:
-    """Write without a date or a version in the file, so that equal pictures are equal files."""
+    """Write without a date, a version or random ids in the file, so that equal pictures are equal files."""
+    from matplotlib import rc_context
+
     plain = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
-    picture.savefig(path, metadata=plain)
+    with rc_context({"svg.hashsalt": "plaserve"}):
+        picture.savefig(path, metadata=plain)
 
 
 def draw(plot: Plot, path: Path) -> None:

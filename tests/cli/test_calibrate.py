@@ -144,11 +144,12 @@ def test_even_rows_of_the_h200_table_predict_the_odd_rows(model: str) -> None:
 def test_a_plot_is_drawn_and_the_same_samples_draw_the_same(table: Path, tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    pictures = [tmp_path / "one.png", tmp_path / "two.png"]
-    for picture in pictures:
-        assert run("--csv", table, "--holdout", "even-odd", "--plot", picture).exit_code == 0
-    assert pictures[0].read_bytes() == pictures[1].read_bytes()
-    pixels = imread(pictures[0])
+    for suffix in ("svg", "png"):
+        pictures = [tmp_path / f"{name}.{suffix}" for name in ("one", "two")]
+        for picture in pictures:
+            assert run("--csv", table, "--holdout", "even-odd", "--plot", picture).exit_code == 0
+        assert pictures[0].read_bytes() == pictures[1].read_bytes()
+    pixels = imread(tmp_path / "one.png")
     assert min(pixels.shape[:2]) > 600
     for half in (pixels[:, : pixels.shape[1] // 2], pixels[:, pixels.shape[1] // 2 :]):
         assert half.std() > 0.05  # something is drawn on either side

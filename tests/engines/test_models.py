@@ -127,6 +127,19 @@ def test_a_derived_coefficient_lies_between_its_two_predictions(
         assert coefficients(derived) == pytest.approx(coefficients(alone), rel=1e-9)
 
 
+@pytest.mark.parametrize("name", FITTED)
+def test_next_to_a_fitted_model_the_derived_one_is_next_to_it(name: str) -> None:
+    """The nearer model counts more: by gamma_r the two predictions are a factor of six apart."""
+    models = [known_models()[fitted] for fitted in FITTED]
+    fitted = [(model.shape, model.cost) for model in models if model.shape is not None]
+    near = known_models()[name]
+    assert near.shape is not None
+    step = 1 if near is min(models, key=lambda model: model.cost.beta) else -1  # towards the other one
+    derived = derive_cost(replace(near.shape, vocab=near.shape.vocab + step), fitted)
+    assert "and" in derived.origin
+    assert coefficients(derived) == pytest.approx(coefficients(near.cost), rel=1e-3)
+
+
 def test_nothing_can_be_derived_from_nothing() -> None:
     shape = known_shape("qwen2.5-7b")
     assert shape is not None
