@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 from engines.profiles import Profiles
 from engines.types import (
     Capabilities,
+    Chunking,
     DecodeMode,
     EngineRequest,
     EngineStats,
@@ -65,12 +66,20 @@ class Engine(Protocol):
         """Give everything back. The engine can't be used afterwards."""
 
 
-def check_pass(pass_: Pass, limits: Capabilities, answered: Callable[[str], bool | None]) -> None:
+def check_pass(
+    pass_: Pass,
+    limits: Capabilities,
+    answered: Callable[[str], bool | None],
+    prompt_tokens: Callable[[str], int] | None = None,
+) -> None:
     """What every engine refuses before it runs a pass. Raises ValueError, KeyError for an unknown request.
 
     answered: whether a request has its first token, so that it decodes; None where it is not known.
+    prompt_tokens: of a known request. An engine that takes each part of a prompt as a request of its own
+    must give it: a part that does not end its prompt must end with a block, since the next finds its blocks.
     """
     what, decode = f"pass {pass_.pass_id}", pass_.kind is PassKind.DECODE
+    _check_layer_block(what, pass_, limits)
     ids = [item.request_id for item in pass_.items]
     if not ids or len(set(ids)) != len(ids):
         raise ValueError(f"{what}: items must be at least one, each of another request")
@@ -78,6 +87,7 @@ def check_pass(pass_: Pass, limits: Capabilities, answered: Callable[[str], bool
         raise ValueError(f"{what}: {len(ids)} items; at most {limits.requests_max}")
     if decode and limits.decode is DecodeMode.NONE:
         raise ValueError(f"{what}: this engine does not decode")
+    by_blocks = limits.chunking is Chunking.PREFIX_REUSE and not decode
     for item in pass_.items:
         has_token = answered(item.request_id)
         if has_token is None:
@@ -87,3 +97,24 @@ def check_pass(pass_: Pass, limits: Capabilities, answered: Callable[[str], bool
         if has_token is not decode:
             state = "is already" if has_token else "is not yet"
             raise ValueError(f"{what}: the prompt of {item.request_id} {state} computed")
+        if by_blocks and prompt_tokens is not None:
+            end = item.history + item.new_tokens
+            if end % limits.block_tokens and end < prompt_tokens(item.request_id):
+                raise ValueError(
+                    f"{what}: the part of {item.request_id} ends at {end}; end it with a block of "
+                    f"{limits.block_tokens} tokens or with its prompt"
+                )
+
+
+def _check_layer_block(what: str, pass_: Pass, limits: Capabilities) -> None:
+    block, blocks = pass_.layer_block, pass_.layer_blocks
+    if blocks == 1 and block == 0:
+        return
+    if not 1 <= blocks <= limits.layer_blocks_max:
+        raise ValueError(
+            f"{what}: layer_blocks is {blocks}; this engine takes 1 to {limits.layer_blocks_max}"
+        )
+    if not 0 <= block < blocks:
+        raise ValueError(f"{what}: layer_block is {block}; it must be 0 to {blocks - 1}")
+    if pass_.kind is PassKind.DECODE:
+        raise ValueError(f"{what}: layer_blocks is {blocks}, but a decode pass runs whole")

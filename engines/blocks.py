@@ -113,18 +113,24 @@ class BlockPool:
         missing = -(-tokens // self.block_tokens) - len(table.blocks)
         if missing <= 0:
             return
+        if missing <= len(self._free):
+            table.blocks += self._free[-missing:]
+            del self._free[-missing:]
+        else:
+            table.blocks += self._taken(missing)
+        self._private += missing
+
+    def _taken(self, missing: int) -> list[int]:
+        """More blocks than were given back: unused ones, then evicted ones."""
         free = self.blocks_free
         if missing > free + self.blocks_cached:
             raise OutOfBlocks(f"{missing} blocks needed, {free + self.blocks_cached} to be had")
-        again = min(missing, len(self._free))
-        if again:
-            table.blocks += self._free[-again:]
-            del self._free[-again:]
-        fresh = min(missing - again, self.blocks_total - self._unused)
-        table.blocks += range(self._unused, self._unused + fresh)
+        fresh = min(missing - len(self._free), self.blocks_total - self._unused)
+        taken = [*self._free, *range(self._unused, self._unused + fresh)]
+        self._free.clear()
         self._unused += fresh
-        table.blocks += [self._evict() for _ in range(missing - again - fresh)]
-        self._private += missing
+        taken += [self._evict() for _ in range(missing - len(taken))]
+        return taken
 
     def publish(self, table: BlockTable, hashes: Sequence[int]) -> None:
         """Make the leading full blocks of `table` reusable under `hashes` (those not yet known)."""
@@ -170,7 +176,7 @@ class BlockPool:
         """The prompt that these blocks were kept for does not go on: they are evicted as any other."""
         for value in hashes:
             block = self._block_of.get(value)
-            if block in self._idle[2]:
+            if block is not None and block in self._idle[2]:
                 del self._idle[2][block]
                 self._idle[block in self._retained][block] = None
 

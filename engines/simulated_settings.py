@@ -1,17 +1,34 @@
-"""Settings of the simulated engine: how it misbehaves, and ready-made engines with the source of their cost.
+"""Settings of the simulated engine: how it misbehaves, and the kinds of engines that it can be.
 
-The ready-made ones are (capabilities, profiles, cost model), the arguments of `SimulatedModel`. They decode
-in passes of their own (alternating), and the scheduler cuts the chunks.
+`engine_setting` joins a known model (engines/models.py: shape, cost and where that comes from) and a kind to
+(capabilities, profiles, cost model), the arguments of `SimulatedModel`:
+
+  packed        T tokens in a row, never padded; the scheduler cuts the chunks and may stop between layers
+  padded_grid   rows of equal length, padded to the cells of the LAPS grid and above
+  trtllm_like   packed, but every part of a prompt is a request of its own, and decode rides in every pass
+                (docs/engines.md says what of a TensorRT-LLM executor is modelled and what not)
+  small_cpu     packed under a block mask, padded to a class, as the embedded engine
+
+KV memory: 0.9 of the 141 GB of an H200, less the weights. Blocks of 32 tokens and passes of up to 8192 are
+TensorRT-LLM's defaults.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engines.cost_model import CostModel
+from engines.models import KnownModel, ModelShape, load_model
 from engines.profiles import Profiles
 from engines.types import Capabilities, Chunking, DecodeMode, Layout, Padding
+
+Setting = tuple[Capabilities, Profiles, CostModel]
+Kind = tuple[Profiles, Capabilities]
+
+MEMORY_BYTES, MEMORY_SHARE = 141e9, 0.9  # of one H200; the share that weights and KV may take
+MEMORY_BYTES_PER_S = 4.8e12  # peak of an H200
+ROUND_TRIP_S = 0.5e-3  # assumed: a response read by the host, and the next request taken into an iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,65 +57,78 @@ class Behaviour:
     stop_after: Mapping[str, int] = field(default_factory=dict)
 
 
-Setting = tuple[Capabilities, Profiles, CostModel]
+def engine_setting(
+    model: KnownModel | CostModel,
+    kind: str,
+    *,
+    block_tokens: int = 32,
+    requests_max: int | None = None,
+    decode: DecodeMode | None = None,
+    kv_blocks: int | None = None,
+) -> Setting:
+    """An engine of one of `KINDS` for a model on one H200 (`small_cpu`: on one CPU core).
+
+    requests_max, decode: None takes the default of the kind. kv_blocks: None takes what the memory leaves
+    beside the weights, for which the model's shape must be known. Raises ValueError naming what is wrong.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"engine kind {kind!r} is not known; choose from {', '.join(KINDS)}")
+    shape, cost = (None, model) if isinstance(model, CostModel) else (model.shape, model.cost)
+    if kv_blocks is None:
+        if kind == "small_cpu":
+            kv_blocks = 16_384 // block_tokens
+        elif shape is None:
+            raise ValueError("kv_blocks: the shape of the model is not known, so say how many there are")
+        else:
+            kv_blocks = _kv_blocks(shape, block_tokens)
+    profiles, capabilities = KINDS[kind]
+    if kind == "trtllm_like":
+        if shape is None:
+            raise ValueError("trtllm_like: the shape of the model must be known, for the time of its LM head")
+        cost = replace(cost, part_s=part_s(shape))
+    capabilities = replace(
+        capabilities,
+        requests_max=requests_max or capabilities.requests_max,
+        decode=decode or capabilities.decode,
+        block_tokens=block_tokens,
+        kv_blocks_total=kv_blocks,
+    )
+    return capabilities, profiles, cost
+
+
+def part_s(shape: ModelShape) -> float:
+    """What a part of a prompt costs on an executor that takes it as a request of its own: an LM head of which
+    nobody needs the token, read once from memory, and the way back to the scheduler and in again. Estimated:
+    neither was measured."""
+    return shape.vocab * shape.hidden * 2 / MEMORY_BYTES_PER_S + ROUND_TRIP_S
 
 
 def h200_32b_like() -> Setting:
-    """A 32B model in bf16 on one H200, packed and never padded.
-
-    Cost: `engines.cost_fit.fit` over the 42 points of Qwen3-32B in the AIConfigurator 0.12 static_ctx tables
-    for H200 SXM, bf16, TP1; median error 1.3 %, worst 7.0 %, measured up to 4096 tokens.
-    KV: 64 layers x 8 heads x 128 x (K, V) x 2 bytes = 256 KiB a token; 0.9 x 141 GB less 65.5 GB of weights
-    leaves about 234,000 tokens. Blocks of 32 tokens and passes up to 8192 are TensorRT-LLM's defaults.
-    """
-    classes = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    cost = CostModel(
-        launch_s=0.0,
-        weights_s=2.116e-2,
-        alpha=1.991e-9,
-        beta=9.006e-5,
-        gamma_w=2.37e-6,
-        gamma_r=7.27e-8,
-        smooth_p=2.0,
-        tokens_max=4096,
-        origin="AIConfigurator 0.12 static_ctx tables for H200 SXM, bf16, TP1 (Qwen3-32B)",
-    )
-    profiles = Profiles(Layout.PACKED, Padding.NOTHING, classes)
-    return _capabilities(profiles, requests_max=256, context_tokens=40_960, blocks=7_300), profiles, cost
+    """Qwen3-32B in bf16 on one H200, packed and never padded; the cost is fitted (engines/models.py)."""
+    return engine_setting(load_model("qwen3-32b"), "packed")
 
 
 def small_cpu_like() -> Setting:
-    """A 135M model on one CPU core, packed under a block mask and padded to a class.
-
-    Cost: rounded to 18 passes of SmolLM2-135M on OpenVINO 2026.4, bf16, one thread (8 to 512 new tokens, 0 to
-    1024 of history, 1 and 4 requests); median error 7 %, worst 19 %, at 8 tokens.
-    """
-    classes = (4, 16, 32, 64, 128, 256, 512, 1024)
-    cost = CostModel(
-        launch_s=0.004,
-        weights_s=0.004,
-        alpha=1.8e-7,
-        beta=5.1e-4,
-        gamma_w=0.0,
-        gamma_r=2e-5,
-        smooth_p=2.0,
-        tokens_max=1024,
-        origin="rounded to SmolLM2-135M on OpenVINO 2026.4, bf16, one thread",
-    )
-    profiles = Profiles(Layout.PACKED, Padding.CLASS, classes, (0, 512, 2048, 4096), block_mask=True)
-    return _capabilities(profiles, requests_max=16, context_tokens=4096, blocks=512), profiles, cost
+    """A 135M model on one CPU core, packed under a block mask and padded to a class."""
+    return engine_setting(load_model("smollm2-135m-cpu"), "small_cpu")
 
 
 def padded_grid_like() -> Setting:
     """The same H200 cost behind a padded grid: rows of equal length, cells of the LAPS grid and above."""
-    lengths, rows = (8, 16, 32, 64, 128, 256, 512, 1024, 2048), (1, 2, 4, 8, 16, 32, 64)
-    cells = tuple((length, b) for length in lengths for b in rows if length * b <= 2048)
-    profiles = Profiles(Layout.RECTANGULAR, Padding.CELL, lengths, cells=cells)
-    _, _, cost = h200_32b_like()
-    return _capabilities(profiles, requests_max=64, context_tokens=40_960, blocks=7_300), profiles, cost
+    return engine_setting(load_model("qwen3-32b"), "padded_grid")
 
 
-def _capabilities(profiles: Profiles, *, requests_max: int, context_tokens: int, blocks: int) -> Capabilities:
+def _kv_blocks(shape: ModelShape, block_tokens: int) -> int:
+    free_bytes = MEMORY_SHARE * MEMORY_BYTES - shape.weight_bytes
+    blocks = int(free_bytes / (shape.kv_bytes_per_token * block_tokens))
+    if blocks < 1:
+        raise ValueError(
+            f"{shape.name}: {shape.weight_bytes / 1e9:.0f} GB of weights leave no memory for KV on one H200"
+        )
+    return blocks
+
+
+def _capabilities(profiles: Profiles, requests_max: int, context_tokens: int) -> Capabilities:
     return Capabilities(
         layout=profiles.layout,
         padding=profiles.padding,
@@ -108,5 +138,44 @@ def _capabilities(profiles: Profiles, *, requests_max: int, context_tokens: int,
         requests_max=requests_max,
         context_tokens_max=context_tokens,
         block_tokens=32,
-        kv_blocks_total=blocks,
+        kv_blocks_total=1,
     )
+
+
+def _packed() -> Kind:
+    profiles = Profiles(Layout.PACKED, Padding.NOTHING, (64, 128, 256, 512, 1024, 2048, 4096, 8192))
+    capabilities = _capabilities(profiles, requests_max=256, context_tokens=131_072)
+    return profiles, replace(capabilities, layer_blocks_max=16)
+
+
+def _padded_grid() -> Kind:
+    lengths, rows = (8, 16, 32, 64, 128, 256, 512, 1024, 2048), (1, 2, 4, 8, 16, 32, 64)
+    cells = tuple((length, b) for length in lengths for b in rows if length * b <= 2048)
+    profiles = Profiles(Layout.RECTANGULAR, Padding.CELL, lengths, cells=cells)
+    return profiles, _capabilities(profiles, requests_max=64, context_tokens=131_072)
+
+
+def _trtllm_like() -> Kind:
+    profiles, packed = _packed()
+    return profiles, replace(
+        packed,
+        chunking=Chunking.PREFIX_REUSE,
+        merges_lanes=True,
+        decode=DecodeMode.BESIDE,
+        layer_blocks_max=1,
+    )
+
+
+def _small_cpu() -> Kind:
+    classes = (4, 16, 32, 64, 128, 256, 512, 1024)
+    profiles = Profiles(Layout.PACKED, Padding.CLASS, classes, (0, 512, 2048, 4096), block_mask=True)
+    return profiles, _capabilities(profiles, requests_max=16, context_tokens=4096)
+
+
+# What `engine_setting` knows how to make; the numbers of blocks are those of the model.
+KINDS: Mapping[str, Kind] = {
+    "packed": _packed(),
+    "padded_grid": _padded_grid(),
+    "trtllm_like": _trtllm_like(),
+    "small_cpu": _small_cpu(),
+}

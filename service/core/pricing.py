@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Protocol
 
 from engines.cost_model import CostModel
@@ -75,7 +74,7 @@ class Pricer:
         return math.inf if sums is None else self.cost.sums_s(*sums, parts)
 
     def row(self, items: Sequence[Item], fixed: Sequence[Item] = (), *, parts: int = 0) -> PassRow:
-        """Prices of stretches of `items`, each with all of `fixed` in the pass, of which `parts` are parts."""
+        """Prices of stretches of `items`, all of `fixed` in each pass; `parts` of the fixed are parts."""
         return (_PackedRow if self._packed else _RectangleRow)(self, items, fixed, parts)
 
     def request_s(self, new_tokens: int, history: int) -> float:
@@ -109,43 +108,47 @@ class Pricer:
 
 
 class _PackedRow:
-    """T, A and R of the first n items for every n; those of a stretch are differences."""
+    """T, A and R of the fixed and the first n items, for every n; those of a stretch are differences."""
 
     __slots__ = ("_attention", "_fixed", "_history", "_parts", "_pricer", "_tokens")
 
     def __init__(self, pricer: Pricer, items: Iterable[Item], fixed: Sequence[Item], parts: int) -> None:
-        items = list(items)
         self._pricer = pricer
-        self._fixed = (
-            sum(new for new, _ in fixed),
-            sum(new * (new + 2 * past) for new, past in fixed),
-            sum(past for _, past in fixed),
-        )
-        self._parts = [parts] * (len(items) + 1)
-        self._tokens = [0, *accumulate(new for new, _ in items)]
-        self._attention = [0, *accumulate(new * (new + 2 * past) for new, past in items)]
-        self._history = [0, *accumulate(past for _, past in items)]
+        tokens = attention = history = 0
+        for new, past in fixed:
+            tokens += new
+            attention += new * (new + 2 * past)
+            history += past
+        self._fixed = tokens > 0
+        self._tokens, self._attention, self._history = [tokens], [attention], [history]
+        for new, past in items:
+            tokens += new
+            attention += new * (new + 2 * past)
+            history += past
+            self._tokens.append(tokens)
+            self._attention.append(attention)
+            self._history.append(history)
+        self._parts = [parts] * len(self._tokens)
 
     def __len__(self) -> int:
         return len(self._tokens) - 1
 
     def cost(self, start: int, end: int) -> float:
-        if end <= start and not self._fixed[0]:
+        if end <= start and not self._fixed:
             return 0.0
-        tokens, attention, history = self._fixed
+        tokens, attention, history, parts = self._tokens, self._attention, self._history, self._parts
         return self._pricer.sums_s(
-            tokens + self._tokens[end] - self._tokens[start],
-            attention + self._attention[end] - self._attention[start],
-            history + self._history[end] - self._history[start],
-            self._parts[end] - self._parts[start] + self._parts[0],
+            tokens[end] - tokens[start] + tokens[0],
+            attention[end] - attention[start] + attention[0],
+            history[end] - history[start] + history[0],
+            parts[end] - parts[start] + parts[0],
         )
 
     def cost_with(self, new_tokens: int, history: int, *, part: bool = False) -> float:
-        tokens, attention, past = self._fixed
         return self._pricer.sums_s(
-            tokens + self._tokens[-1] + new_tokens,
-            attention + self._attention[-1] + new_tokens * (new_tokens + 2 * history),
-            past + self._history[-1] + history,
+            self._tokens[-1] + new_tokens,
+            self._attention[-1] + new_tokens * (new_tokens + 2 * history),
+            self._history[-1] + history,
             self._parts[-1] + part,
         )
 
