@@ -193,6 +193,15 @@ def test_points_off_the_grid_are_predicted(row_name: str) -> None:
     assert max(abs(error) for error in errors(load_model(row_name).cost, samples)) <= 0.15
 
 
+@pytest.mark.parametrize("row_name", FITTED.values())
+def test_prompts_longer_than_any_fitted_are_predicted(row_name: str) -> None:
+    """They are extrapolated, and said to be: here is what that is worth."""
+    samples, cost = read_csv(DATA / "h200_long.csv", row_name), load_model(row_name).cost
+    assert len(samples) == 5
+    assert any(cost.extrapolated(sample.shape) for sample in samples)
+    assert max(abs(error) for error in errors(cost, samples)) <= 0.10
+
+
 @pytest.mark.parametrize("name", DERIVED)
 def test_derived_models_are_near_what_the_tool_says_of_their_sizes(name: str) -> None:
     wrong = [abs(error) for error in errors(load_model(name).cost, read_csv(DATA / "h200_derived.csv", name))]

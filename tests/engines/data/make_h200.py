@@ -1,10 +1,11 @@
-"""Make the two tables beside this file: AIConfigurator's estimates for H200 SXM, TensorRT-LLM, bf16, one GPU.
+"""Make the tables beside this file: AIConfigurator's estimates for H200 SXM, TensorRT-LLM, bf16, one GPU.
 
 Run in an environment of its own, with `pip install aiconfigurator==0.12.0` (Apache-2.0):
 
     python make_h200.py [--check TABLE.csv]
 
 h200_off_grid.csv: the two fitted models between and beyond the points that they were fitted to.
+h200_long.csv: the same two with prompts longer than any of those points.
 h200_derived.csv: the models of engines/models.json that are derived by scaling. The tool does not ship their
 configuration, so it gets the sizes from models.json.
 --check: first hold the tool against a table in the same columns, and stop if it gives anything else.
@@ -26,6 +27,7 @@ FITTED = ("Qwen/Qwen3-32B", "meta-llama/Meta-Llama-3.1-8B")
 BACKEND_VERSION = "1.3.0rc20"  # of TensorRT-LLM: the newest tables that 0.12.0 holds for this GPU
 COLUMNS = ("model", "batch", "new_tokens", "history", "prefill_ms")
 OFF_GRID = (*itertools.product((4, 16), (96, 384), (0, 3000)), (4, 96, 12_000), (16, 384, 12_000))
+LONG = ((1, 8192, 0), (1, 16_384, 0), (1, 32_768, 0), (1, 4096, 16_384), (2, 8192, 8192))
 ON_GRID = ((1, 8, 0), (1, 32, 1024), (1, 128, 0), (1, 256, 4096), (1, 2048, 0), (32, 128, 0))
 
 
@@ -84,7 +86,8 @@ def write_config(shape: dict[str, int], folder: Path) -> str:
 def main() -> None:
     if len(sys.argv) == 3 and sys.argv[1] == "--check":
         check(sys.argv[2])
-    write("h200_off_grid.csv", [(m, *p, estimate_ms(m, *p)) for m, p in itertools.product(FITTED, OFF_GRID)])
+    for name, points in (("h200_off_grid.csv", OFF_GRID), ("h200_long.csv", LONG)):
+        write(name, [(m, *p, estimate_ms(m, *p)) for m, p in itertools.product(FITTED, points)])
     models = json.loads((HERE.parents[2] / "engines" / "models.json").read_text(encoding="utf-8"))["models"]
     rows: list[tuple[object, ...]] = []
     for shape in (entry["shape"] for entry in models if "cost" not in entry):
