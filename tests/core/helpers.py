@@ -43,6 +43,7 @@ def spec(
     blocks: int = 512,
     context: int = 4096,
     requests_max: int = 16,
+    layer_blocks: int = 1,
 ) -> InstanceSpec:
     capabilities = Capabilities(
         layout=profiles.layout,
@@ -54,6 +55,7 @@ def spec(
         context_tokens_max=context,
         block_tokens=32,
         kv_blocks_total=blocks,
+        layer_blocks_max=layer_blocks,
     )
     return InstanceSpec(instance_id, capabilities, profiles, cost)
 
