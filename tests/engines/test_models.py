@@ -176,6 +176,18 @@ def test_fitted_and_derived_models_are_told_apart() -> None:
     assert known_models() is models
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_page_shows_the_shipped_models(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cost-model.md").read_text(encoding="utf-8")
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| `{name}`") and "KiB" in line)
+    model = known_models()[name]
+    cost, shape = model.cost, model.shape
+    assert shape is not None
+    assert ("derived" in row) == model.derived
+    assert f"| {cost.boundary_tokens(0)}, {cost.boundary_tokens(16384)} | {cost.knee_tokens()} |" in row
+    assert f" {shape.kv_bytes_per_token / 1024:g} KiB" in row
+
+
 @pytest.mark.parametrize(("name", "row_name"), FITTED.items())
 def test_the_shipped_coefficients_are_those_of_the_fit(name: str, row_name: str) -> None:
     samples = read_csv(table(), row_name)
