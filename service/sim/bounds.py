@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,9 @@ class Jobs:
     def __len__(self) -> int:
         return len(self.arrival_s)
 
+    def take(self, part: slice) -> Jobs:
+        return Jobs(**{f.name: getattr(self, f.name)[part] for f in fields(self)})
+
     def of(self, lane: Lane) -> Bools:
         return self.short if lane is Lane.SHORT else ~self.short
 
@@ -87,38 +90,60 @@ class Bound:
         return 1.0 - goodput_per_s / self.per_s
 
 
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """Of each request: seconds of compute and memory, and shares of a pass that it can be said to need."""
+
+    compute: Floats
+    memory: Floats
+    shares: tuple[Floats, ...]
+
+
 def least_work_s(jobs: Jobs, setting: Setting, fastest_factor: float = 1.0) -> Floats:
     """s of the module text, prefill only: engine seconds on an instance of ordinary speed.
 
     fastest_factor: the lowest factor on pass times that any instance ever has; longer passes fit then.
     """
+    return _heaviest(_prefill(jobs, setting, fastest_factor), setting[2])
+
+
+def least_total_work_s(jobs: Jobs, setting: Setting, fastest_factor: float = 1.0) -> Floats:
+    """The same for all tokens of a request, where the instances decode in turns or in the same passes."""
+    capabilities, _, cost = setting
+    prefill, decode = _prefill(jobs, setting, fastest_factor), _decode(jobs, setting)
+    if capabilities.decode is DecodeMode.ALTERNATES:
+        return _heaviest(prefill, cost) + _heaviest(decode, cost)
+    if capabilities.decode is DecodeMode.BESIDE:  # one pass holds both, so its weights count once
+        compute, memory = prefill.compute + decode.compute, prefill.memory + decode.memory
+        return _heaviest(_Terms(compute, memory, prefill.shares + decode.shares), cost)
+    return _heaviest(prefill, cost)  # elsewhere, or at the same time
+
+
+def _prefill(jobs: Jobs, setting: Setting, fastest_factor: float) -> _Terms:
     capabilities, profiles, cost = setting
     tokens_max, rows_max = _pass_limits(capabilities, profiles)
     new = _padded(jobs.new_tokens, profiles)
-    compute = cost.alpha * new * (new + 2.0 * jobs.history) + cost.beta * new
-    memory = cost.gamma_w * new + cost.gamma_r * jobs.history
     useful = _useful_tokens(jobs.target_s / fastest_factor, cost, tokens_max)
-    by_tokens, by_rows = new / useful, np.full(len(jobs), 1.0 / rows_max)
-    return _larger(_weigh(compute, memory, by_tokens, cost), _weigh(compute, memory, by_rows, cost))
+    return _Terms(
+        compute=cost.alpha * new * (new + 2.0 * jobs.history) + cost.beta * new,
+        memory=cost.gamma_w * new + cost.gamma_r * jobs.history,
+        shares=(new / useful, np.full(len(jobs), 1.0 / rows_max)),
+    )
 
 
-def decode_work_s(jobs: Jobs, setting: Setting) -> Floats:
-    """Engine seconds for all tokens after the first; 0 where the instance does not decode, or at the same
-    time as it prefills on a share of its own."""
+def _decode(jobs: Jobs, setting: Setting) -> _Terms:
+    """All steps of each request. KV that requests share counts once, for the first that brought it."""
     capabilities, profiles, cost = setting
-    if capabilities.decode in (DecodeMode.NONE, DecodeMode.MULTIPLEX):
-        return np.zeros(len(jobs))
     tokens_max, rows_max = _pass_limits(capabilities, profiles)
-    prompt, steps = jobs.new_tokens + jobs.history, np.maximum(jobs.output_tokens - 1.0, 0.0)
+    steps = np.maximum(jobs.output_tokens - 1.0, 0.0)
     generated = steps * (steps - 1.0) / 2.0  # before each step, summed over the steps
-    history, held = steps * prompt + generated, steps * jobs.new_tokens + generated
-    compute = cost.alpha * (steps + 2.0 * history) + cost.beta * steps
-    memory = cost.gamma_w * steps + cost.gamma_r * history
+    history = steps * (jobs.new_tokens + jobs.history) + generated
     kv_tokens = capabilities.kv_blocks_total * capabilities.block_tokens
-    shares = (steps / min(rows_max, tokens_max), held / kv_tokens)  # shared blocks count once
-    if capabilities.decode is DecodeMode.BESIDE:
-        shares = (np.zeros(len(jobs)), np.zeros(len(jobs)))  # its weights are those of the prefill passes
-    return _larger(*(_weigh(compute, memory, share, cost) for share in shares))
+    return _Terms(
+        compute=cost.alpha * (steps + 2.0 * history) + cost.beta * steps,
+        memory=cost.gamma_w * steps + cost.gamma_r * history,
+        shares=(steps / min(rows_max, tokens_max), (steps * jobs.new_tokens + generated) / kv_tokens),
+    )
 
 
 def capacity_per_s(
@@ -156,8 +181,10 @@ def _room(count: int, level: float) -> int:
     return math.floor(count * (1.0 - level) + 1e-9)
 
 
-def _larger(one: Floats, other: Floats) -> Floats:
-    return one if one.sum() >= other.sum() else other
+def _heaviest(terms: _Terms, cost: CostModel) -> Floats:
+    """With the share that makes the most of all requests together; each of them is a lower bound."""
+    weighed = [_weigh(terms.compute, terms.memory, share, cost) for share in terms.shares]
+    return max(weighed, key=lambda work_s: float(work_s.sum()))
 
 
 def _weigh(compute: Floats, memory: Floats, share: Floats, cost: CostModel) -> Floats:
@@ -170,7 +197,8 @@ def _weigh(compute: Floats, memory: Floats, share: Floats, cost: CostModel) -> F
     u, v = (total_c / high) ** (cost.smooth_p - 1.0), (total_m / high) ** (cost.smooth_p - 1.0)
     power = (cost.smooth_p - 1.0) / cost.smooth_p
     norm = ((total_c / high) ** cost.smooth_p + (total_m / high) ** cost.smooth_p) ** power
-    return (cost.launch_s + cost.weights_s * v / norm) * share + (u * compute + v * memory) / norm
+    work_s: Floats = (cost.launch_s + cost.weights_s * v / norm) * share + (u * compute + v * memory) / norm
+    return work_s
 
 
 def _pass_limits(capabilities: Capabilities, profiles: Profiles) -> tuple[int, int]:

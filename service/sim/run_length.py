@@ -1,0 +1,308 @@
+"""How long the runs of a case are, and which requests they measure: the same for every policy.
+
+The load of a case and seed is looked at once without a scheduler: how many requests of each lane, their
+targets, their least work. From that follows a length at which the metric can be had. At the highest rate that
+is looked at (`HEADROOM` times capacity) the window is as long as the metric asks for, and each lane that can
+be scored within `limits.requests_max` has the requests it needs.
+
+Where time scales with the rate, the window is a range of requests: the same ones are measured at every rate,
+in a window that is longer at lower rates. Otherwise it is a length of time. A closed loop has no rate, and
+the later turns of sessions depend on answers: there the load is that of a service in which everybody is
+alone, and only its averages are used.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
+
+import numpy as np
+
+from service.core.types import Lane
+from service.sim.bounds import Floats, Jobs, capacity_per_s, least_total_work_s
+from service.sim.case import Case
+from service.sim.contents import cached_blocks
+from service.sim.metric import MetricSettings, Window
+from service.sim.sources import Targets, make_source
+from service.sim.workload import Arrival, Source
+
+HEADROOM = 1.1  # rates up to this times capacity are run; none beyond can be sustained
+LEVEL = 0.95  # of the capacity meant here, the lowest level that is searched for
+SAMPLE_MAX = 20_000  # requests looked at for averages
+LANE_SEEN_MIN = 20  # requests of a lane in the sample; a lane with fewer is not planned for
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The measured requests of a run in order of arrival, where they are known before it."""
+
+    ids: tuple[str, ...]
+    jobs: Jobs
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """One run at `rate_per_s` (None: closed loop). Arrivals go on until `until_s`, where it ends at last.
+
+    scored: the lanes that will have enough requests, as far as is known.
+    """
+
+    rate_per_s: float | None
+    window: Window
+    until_s: float
+    scored: tuple[Lane, ...]
+    expected: Expected | None
+
+
+class Load:
+    """What arrives in a case with one seed; see the module text.
+
+    Raises ValueError where `limits.requests_max` does not allow a window that the metric accepts.
+    """
+
+    def __init__(self, case: Case, metric: MetricSettings, seed: int) -> None:
+        self.case, self.metric, self.seed = case, metric, seed
+        self._targets = case.targets()
+        self._setting = case.setting()
+        self._look_at(self._draw(1.0, min(SAMPLE_MAX, case.limits.requests_max)))
+        if case.has_set_times and case.open:  # now that a rate is known: the mix over the window itself
+            self._look_at(self._draw(self.capacity_per_s, None, case.limits.window_s))
+        self._last: tuple[float, Expected] | None = None
+        self.scored: tuple[Lane, ...] = ()
+        self._first = self._count = 0
+        if case.scales:
+            self._choose_range()
+        else:
+            self._choose_lanes()
+
+    def _look_at(self, drawn: Expected) -> None:
+        jobs = drawn.jobs
+        shares = {lane: float(jobs.of(lane).mean()) for lane in Lane if jobs.of(lane).sum() >= LANE_SEEN_MIN}
+        if not shares:
+            raise ValueError(f"case {self.case.name}: {len(jobs)} requests are too few to plan runs from")
+        self._drawn = drawn
+        self._shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
+        self._target_s = {lane: float(jobs.target_s[jobs.of(lane)].mean()) for lane in shares}
+        work_s = least_total_work_s(jobs, self._setting, fastest_factor(self.case))
+        self.capacity_per_s = capacity_per_s(jobs, work_s, self._engines_mean(), LEVEL, self._shares)
+        self.rate_max_per_s = HEADROOM * self.capacity_per_s
+
+    # --- one run ---
+
+    def source(self, plan: RunPlan) -> Source:
+        """A fresh one."""
+        return make_source(
+            self.case.workload,
+            rate_per_s=plan.rate_per_s,
+            seed=self.seed,
+            targets=self._targets,
+            seconds=plan.until_s,
+        )
+
+    def plan(self, rate_per_s: float | None) -> RunPlan:
+        """The run at a rate; None in a closed loop."""
+        if self.case.scales and rate_per_s is not None:
+            return self._plan_of_range(rate_per_s)
+        window_s = self._window_s(rate_per_s)
+        start_s = self.metric.warmup_ratio * window_s
+        window = Window(start_s, start_s + window_s)
+        expected = self._expected(rate_per_s, window)
+        return self._planned(rate_per_s, window, expected)
+
+    def jobs(self, rate_per_s: float) -> Jobs:
+        """The measured requests at a rate; those of a service without delay where arrivals depend on it."""
+        expected = self.plan(rate_per_s).expected
+        return self._drawn.jobs if expected is None else expected.jobs
+
+    def _plan_of_range(self, rate_per_s: float) -> RunPlan:
+        every, first, end = self._drawn.jobs, self._first, self._first + self._count
+        times_s = every.arrival_s / rate_per_s
+        start_s = (times_s[first - 1] + times_s[first]) / 2.0 if first else 0.0
+        window = Window(float(start_s), float((times_s[end - 1] + times_s[end]) / 2.0))
+        jobs = replace(every.take(slice(first, end)), arrival_s=times_s[first:end])
+        return self._planned(rate_per_s, window, Expected(self._drawn.ids[first:end], jobs))
+
+    def _planned(self, rate_per_s: float | None, window: Window, expected: Expected | None) -> RunPlan:
+        cooldown_s = self.metric.cooldown_targets * max(self._target_s.values())
+        scored = self.scored
+        if expected is not None:
+            jobs = expected.jobs
+            cooldown_s = max(cooldown_s, float(jobs.target_s.max(initial=0.0)))
+            scored = tuple(lane for lane in Lane if jobs.of(lane).sum() >= self.metric.lane_requests_min)
+        return RunPlan(rate_per_s, window, window.end_s + cooldown_s, scored, expected)
+
+    def _expected(self, rate_per_s: float | None, window: Window) -> Expected | None:
+        """Drawn at the rate itself, because time does not scale with it."""
+        if rate_per_s is None or not self.case.open:
+            return None
+        if self._last is None or self._last[0] != rate_per_s:
+            drawn = self._draw(rate_per_s, None, window.end_s)
+            held = (drawn.jobs.arrival_s >= window.start_s) & (drawn.jobs.arrival_s < window.end_s)
+            first, end = int(np.argmax(held)), int(np.argmax(held)) + int(held.sum())
+            jobs = drawn.jobs.take(slice(first, end))
+            self._last = (rate_per_s, Expected(drawn.ids[first:end], jobs))
+        return self._last[1]
+
+    # --- its length ---
+
+    def _window_s_min(self, lanes: Collection[Lane]) -> float:
+        return max(self.metric.window_s_min_for(self._target_s[lane]) for lane in lanes)
+
+    def _choose_range(self) -> None:
+        """The shortest range of requests that will do, with as many lanes scored as fit."""
+        lanes = tuple(self._shares)
+        most = int(self.case.limits.requests_max / (1.0 + self.metric.warmup_ratio)) - 2
+        while lanes:
+            size = self._range_for(lanes, most)
+            if size is not None:
+                self._first, self._count, self.scored = (
+                    math.ceil(self.metric.warmup_ratio * size),
+                    size,
+                    lanes,
+                )
+                return
+            lanes = lanes[:-1]
+        raise ValueError(self._too_short(self.rate_max_per_s * self._window_s_min(tuple(self._shares)[:1])))
+
+    def _range_for(self, lanes: tuple[Lane, ...], most: int) -> int | None:
+        wanted = self.metric.lane_requests_min
+        span = self.rate_max_per_s * self._window_s_min(lanes)  # seconds at rate 1
+        size = math.ceil(max(span, *(wanted / self._shares[lane] for lane in lanes)))
+        while size <= most:
+            first = math.ceil(self.metric.warmup_ratio * size)
+            if first + size >= len(self._drawn.ids):
+                self._drawn = self._draw(1.0, min(self.case.limits.requests_max, 2 * (first + size + 1)))
+            jobs = self._drawn.jobs
+            enough = all(int(jobs.of(lane)[first : first + size].sum()) >= wanted for lane in lanes)
+            if enough and jobs.arrival_s[first + size - 1] - jobs.arrival_s[first] >= span:
+                return size
+            size = math.ceil(1.02 * size) + 1
+        return None
+
+    def _choose_lanes(self) -> None:
+        """Those with enough requests at the highest rate, where a window of time holds fewest."""
+        most = self.case.limits.requests_max / (1.0 + self.metric.warmup_ratio)
+        lanes = tuple(self._shares)
+        if self.case.closed:
+            self.scored = lanes
+            return
+        while lanes:
+            self.scored = lanes
+            if self._window_s(self.rate_max_per_s) * self.rate_max_per_s <= most:
+                return
+            lanes = () if self.case.limits.window_s else lanes[:-1]
+        needed_s = self.case.limits.window_s or self._window_s_min(tuple(self._shares)[:1])
+        raise ValueError(self._too_short(self.rate_max_per_s * needed_s))
+
+    def _window_s(self, rate_per_s: float | None) -> float:
+        if self.case.limits.window_s is not None:
+            return self.case.limits.window_s
+        window_s = self._window_s_min(self.scored)
+        if rate_per_s is None:
+            return window_s
+        per_lane = (1.1 * self.metric.lane_requests_min / self._shares[lane] for lane in self.scored)
+        return max(window_s, *(requests / rate_per_s for requests in per_lane))
+
+    def _too_short(self, requests: float) -> str:
+        needed = math.ceil(1.05 * requests * (1.0 + self.metric.warmup_ratio))
+        return (
+            f"case {self.case.name}: limits.requests_max is {self.case.limits.requests_max}, too few for the "
+            f"shortest window of the metric at {self.rate_max_per_s:.4g} requests/s; raise it to {needed}, "
+            "or state a shorter window (window_s_min, window_targets_min) for a quick suite"
+        )
+
+    # --- what arrives ---
+
+    def _draw(self, rate_per_s: float, requests: int | None, seconds: float | None = None) -> Expected:
+        source = make_source(
+            self.case.workload,
+            rate_per_s=None if self.case.closed else rate_per_s,
+            seed=self.seed,
+            targets=self._targets,
+            requests_max=requests,
+            seconds=seconds,
+        )
+        return _expected_of(_undelayed(source, self._targets), self._setting[0].block_tokens)
+
+    def _engines_mean(self) -> float:
+        """Engines there are over the window, on average; over all time where the window has no set length."""
+        window_s = self.case.limits.window_s
+        if window_s is None:
+            return float(self.case.instances)
+        start_s = self.metric.warmup_ratio * window_s
+        edges = np.array([start_s, start_s + window_s])
+        return float(engine_seconds(self.case)(edges)[0]) / window_s
+
+
+def _undelayed(source: Source, targets: Targets) -> Iterator[Arrival]:
+    """The arrivals at a service in which everybody is alone, in order."""
+    order = count()
+    due: list[tuple[float, int, Arrival]] = []
+    planned = source.next_arrival()
+    while planned is not None or due:
+        if planned is not None and (not due or planned.request.arrival_s <= due[0][0]):
+            arrival, planned = planned, source.next_arrival()
+        else:
+            _, _, arrival = heapq.heappop(due)
+        yield arrival
+        request = arrival.request
+        end_s = request.arrival_s + targets.cost_request_s(request.prompt_tokens, 0)
+        for later in source.ended(request, end_s):
+            heapq.heappush(due, (later.request.arrival_s, next(order), later))
+
+
+def _expected_of(arrivals: Iterator[Arrival], block_tokens: int) -> Expected:
+    """With what an unlimited prefix cache, filled by all earlier arrivals, could hold of each."""
+    seen: set[int] = set()
+    ids: list[str] = []
+    rows: list[tuple[float, float, bool, int, int, int]] = []
+    for arrival in arrivals:
+        request = arrival.request
+        history = (
+            cached_blocks(request.block_hashes, seen, request.prompt_tokens, block_tokens) * block_tokens
+        )
+        seen.update(request.block_hashes)
+        assert request.ttft_target_s is not None  # sources set it
+        ids.append(request.request_id)
+        short, new_tokens = arrival.lane is Lane.SHORT, request.prompt_tokens - history
+        rows.append(
+            (request.arrival_s, request.ttft_target_s, short, new_tokens, history, request.max_new_tokens)
+        )
+    table = np.array(rows, dtype=float).reshape(len(rows), 6)
+    arrival_s, target_s, is_short, new, past, output = table.T
+    return Expected(tuple(ids), Jobs(arrival_s, target_s, is_short.astype(bool), new, past, output))
+
+
+# --- the engines there are ---
+
+
+def fastest_factor(case: Case) -> float:
+    """The lowest factor on pass times that any instance ever has."""
+    cold = case.cold_factor if case.cold_passes else 1.0
+    return min(1.0, cold, *(speed.factor for speed in case.speeds))
+
+
+def engine_seconds(case: Case) -> Callable[[Floats], Floats]:
+    """Edges (seconds) -> engine seconds between each two, of instances that are up, each by its speed.
+
+    Cold starts are left out unless they are fast: more engine time only raises a bound.
+    """
+    pieces: list[tuple[float, float, float]] = []  # from, to, speed
+    quick = max(1.0, 1.0 / case.cold_factor) if case.cold_passes else 1.0
+    for instance in case.sim_instances():
+        for up_s, down_s in instance.lives:
+            steps = [up_s, *(from_s for from_s, _ in instance.speed if up_s < from_s < down_s), down_s]
+            for from_s, to_s in pairwise(steps):
+                pieces.append((from_s, to_s, quick / instance.factor(case.cold_passes, from_s)))
+
+    def between(edges_s: Floats) -> Floats:
+        done_s = np.zeros(len(edges_s))
+        for from_s, to_s, speed in pieces:
+            done_s += speed * (np.clip(edges_s, from_s, to_s) - from_s)
+        gained: Floats = np.diff(done_s)
+        return gained
+
+    return between
