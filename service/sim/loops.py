@@ -1,10 +1,12 @@
 """The sources of requests: open loop, closed loop, sessions.
 
 An *open loop* sends at its own times, whatever the service does. A *closed loop* has a number of clients,
-each with one request at a time (how LAPS measured). *Sessions* are conversations: the next turn follows the end
-of the one before after a time to think; sessions begin at times of their own, or are so many at a time.
+each with one request at a time (how LAPS measured). *Sessions* are conversations: the next turn follows the
+end of the one before after a time to think; sessions begin at times of their own, or are so many at a time.
 
-A request that was refused ends like one that was answered: its client goes on.
+A request that was refused ends like one that was answered: its client goes on. If it ended in the instant in
+which it came, its client waits `REFUSED_PAUSE_S` first; without that, a closed loop that is refused would
+send without end at one instant.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from service.sim.arrivals import Floats, RateProfile, Shares, arrival_times
 from service.sim.contents import Content, Drawn
 from service.sim.conversations import Conversation, ConversationContent
 from service.sim.workload import REPORT_SHORT_TOKENS, Arrival
+
+REFUSED_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class ClosedLoop:
         return self._send(0.0)
 
     def ended(self, request: Request, now_s: float) -> Iterable[Arrival]:
-        arrival = self._send(now_s)
+        arrival = self._send(_free_s(request, now_s))
         return () if arrival is None else (arrival,)
 
     def _send(self, now_s: float) -> Arrival | None:
@@ -152,11 +156,12 @@ class Sessions:
 
     def ended(self, request: Request, now_s: float) -> Iterable[Arrival]:
         turn = next(self._live[request.session], None)
+        free_s = _free_s(request, now_s)
         if turn is None:
             del self._live[request.session]
-            arrival = self._begin_next(now_s) if self._plan is None else None
-        elif self._issuer.open_at(now_s + turn.think_s):
-            arrival = self._issuer.issue(turn.drawn, now_s + turn.think_s, request.session)
+            arrival = self._begin_next(free_s) if self._plan is None else None
+        elif self._issuer.open_at(free_s + turn.think_s):
+            arrival = self._issuer.issue(turn.drawn, free_s + turn.think_s, request.session)
         else:
             arrival = None
         return () if arrival is None else (arrival,)
@@ -173,6 +178,11 @@ class Sessions:
         self._begun += 1
         self._live[session] = conversation
         return self._issuer.issue(next(conversation).drawn, time_s, session)
+
+
+def _free_s(request: Request, now_s: float) -> float:
+    """When the client of a request that ended may go on."""
+    return now_s + REFUSED_PAUSE_S if now_s <= request.arrival_s else now_s
 
 
 def plan_of(gaps: Iterator[Floats], profile: RateProfile, shares: Shares) -> Iterator[tuple[float, int]]:

@@ -70,13 +70,16 @@ def check_order(place: Place, field: str, rows: list[TraceRow], row: TraceRow) -
         raise place.error(field, "is earlier than in the row before; sort the file by it")
 
 
+_NEAR = datetime(2020, 1, 1)  # noqa: DTZ001 - only differences count; near, so that a float keeps microseconds
+
+
 def _wall_clock_s(place: Place, field: str, value: str) -> float:
-    """Seconds from 1 January of year 1; digits beyond microseconds are cut off."""
+    """Seconds from a fixed date; digits beyond microseconds are cut off."""
     try:
         moment = datetime.fromisoformat(value)
     except ValueError:
         raise place.error(field, f"must be a date and time, got {value!r}") from None
-    return (moment.replace(tzinfo=None) - datetime(1, 1, 1)).total_seconds()  # noqa: DTZ001 - only differences
+    return (moment.replace(tzinfo=None) - _NEAR).total_seconds()
 
 
 def _nanoseconds_s(place: Place, field: str, value: str) -> float:
