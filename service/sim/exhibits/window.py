@@ -24,7 +24,7 @@ def window() -> Exhibit:
     )
     scene = Scene(shorts, setting, requests_max=REQUESTS, client_s_mean=CLIENT_S_MEAN)
     swept = [
-        (ms, summary(play(scene, f"laps_artifact:window_s={ms / 1e3},batch_requests_max={CLIENTS}")))
+        (ms, summary(play(scene, f"laps_artifact:window_s={ms / 1e3},window_requests={CLIENTS}")))
         for ms in WINDOWS_MS
     ]
     ours = summary(play(scene, "plaserve"))
