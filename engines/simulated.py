@@ -17,8 +17,8 @@ What the capabilities change:
 * chunking `prefix_reuse`: a part of a prompt is a request of its own. It ends with a full block, costs
   `CostModel.part_s`, and leaves its blocks in the cache, evicted last. Where some were evicted all the same,
   the next part starts from what is left, keeps to its budget, and the position falls back.
-* decode `beside`: one token of every decoding request rides in each prefill pass, as far as the pass has
-  room, and is priced and answered with it.
+* decode `beside`: the next token of every decoding request rides in each prefill pass, on top of its limits,
+  and is priced and answered with it.
 * decode `none`: prefill only; a request ends with its first token and may ask for no more.
 """
 
@@ -229,18 +229,17 @@ class SimulatedModel:
     def _with_riders(
         self, pass_: Pass, steps: list[Step], shape: PassShape | None
     ) -> tuple[list[Step], PassShape | None]:
-        """`steps`, and what decodes beside them in the same iteration as far as it has room."""
-        if not self._book.decoding or pass_.kind is PassKind.DECODE or pass_.layer_blocks > 1:
+        """`steps`, and the next token of all that decodes, in the same iteration."""
+        if not self._rides or pass_.kind is PassKind.DECODE or pass_.layer_blocks > 1:
             return steps, shape
-        tokens = 0 if shape is None else shape.tokens
-        room = min(self.capabilities.requests_max - len(steps), self.profiles.tokens_max - tokens)
-        riders = list(self._book.decoding.values())[: max(0, room)]
-        steps = [*steps, *(Step(live, live.position, 1, 0, first=False) for live in riders)]
+        steps += [Step(live, live.position, 1, 0, first=False) for live in self._book.decoding.values()]
         return steps, self._shape(steps)
 
     def _shape(self, steps: Sequence[Step]) -> PassShape | None:
         """What really runs of `steps`; None for nothing."""
         ran = [(step.new, step.start) for step in steps if step.new and step.error is None]
+        if self._rides:  # unpadded, and what rides comes on top of the largest pass of prompts
+            return PassShape.of(ran) if ran else None
         return self.profiles.executed(ran) if ran else None
 
     def _parts(self, steps: Sequence[Step]) -> int:
@@ -276,7 +275,7 @@ class SimulatedModel:
                 self._book.publish(live, live.all_hashes(self.capabilities.block_tokens), live.position)
             self._book.forget(live.request_id)
         elif self._rides:
-            self._book.got_token(live)
+            self._book.decoding[live.request_id] = live
         return ItemResult(live.request_id, live.position, step.new, step.reused, token, finish)
 
     def _finish_reason(self, live: Live, token: int) -> FinishReason | None:

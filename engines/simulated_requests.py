@@ -117,7 +117,7 @@ class RequestBook:
     def __init__(self, capabilities: Capabilities) -> None:
         self.pool = BlockPool(capabilities.kv_blocks_total, capabilities.block_tokens)
         self.live: dict[str, Live] = {}
-        self.decoding: dict[str, Live] = {}  # longest without a token first
+        self.decoding: dict[str, Live] = {}  # those that ride in prefill passes
         self.parts_are_requests = capabilities.chunking is Chunking.PREFIX_REUSE
         self._limits = capabilities
 
@@ -206,11 +206,6 @@ class RequestBook:
             live.in_parts = True
             self.pool.release(live.table, part=True)
             live.table = None
-
-    def got_token(self, live: Live) -> None:
-        """It decodes, and is the last to have got a token."""
-        self.decoding.pop(live.request_id, None)
-        self.decoding[live.request_id] = live
 
     def undo(self, step: Step) -> None:
         """The pass of `step` failed, and its request is as it was before (the first group of layers)."""

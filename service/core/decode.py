@@ -1,6 +1,6 @@
-"""Decode beside prefill on an instance whose engine alternates: when a step runs, and over which requests.
+"""When an instance that prefills decodes too: when a step runs, and over which requests.
 
-The rule, the same for every policy so that starving decode can never look like a win:
+The rule for engines that alternate, the same for every policy so that starving decode can't look like a win:
 
 * ITL bound: a step runs before a prefill pass that would end too late for the oldest last token;
 * share: prefill time earns decode a claim of share/(1 - share) of it, and a step runs when the claim
@@ -9,6 +9,9 @@ The rule, the same for every policy so that starving decode can never look like 
 
 Prefill keeps its turn: after one round of steps forced by the ITL bound a prefill pass comes first, so a
 bound that can't be kept degrades to alternation instead of starving the queue.
+
+An engine that decodes beside prefill adds a step to each prefill pass by itself: there a step of its own runs
+only when there is nothing to prefill, and every pass is priced with the step in it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engines.types import Capabilities
+from engines.types import Capabilities, DecodeMode
 from service.core.pricing import Pricer
 from service.core.settings import SchedulerSettings
 from service.core.tracked import Tracked
@@ -35,9 +38,15 @@ class DecodeRule:
         self._settings = settings
         self._requests_max = capabilities.requests_max
         self._pricer = pricer
+        self._beside = capabilities.decode is DecodeMode.BESIDE
         self._claim_s = 0.0
         self._steps_since_prefill = 0
         self.running: dict[str, Tracked] = {}
+
+    def ride(self) -> None:
+        """Before a prefill pass is planned: its price holds what the engine decodes beside it."""
+        if self._beside:
+            self._pricer.ride([tracked.position for tracked in self.running.values()])
 
     def step(self) -> DecodeStep | None:
         """The next step: oldest last token first, as many as one profile takes."""
@@ -52,10 +61,10 @@ class DecodeRule:
             history += tracked.position
         if not chosen:
             return None
-        step_s = self._pricer.pass_s([(1, t.position) for t in chosen])
+        step_s = self._pricer.alone_s([(1, t.position) for t in chosen])
         while math.isinf(step_s) and len(chosen) > 1:  # a grid may have fewer rows than requests_max
             chosen.pop()
-            step_s = self._pricer.pass_s([(1, t.position) for t in chosen])
+            step_s = self._pricer.alone_s([(1, t.position) for t in chosen])
         return DecodeStep(tuple(chosen), step_s)
 
     def must_step(
@@ -65,6 +74,8 @@ class DecodeRule:
 
         after_prefill: a prefill pass still runs, so prefill will have had its turn (staging).
         """
+        if self._beside:
+            return False
         if self._claim_s >= step.predicted_s:
             return True
         oldest_s = min(t.last_token_s for t in step.requests)
@@ -74,6 +85,8 @@ class DecodeRule:
 
     def pass_s_max(self) -> float:
         """Longest prefill pass that keeps the ITL bound right after a step; inf with nothing decoding."""
+        if self._beside and self.running:
+            return self._settings.itl_bound_s
         step = self.step()
         if step is None:
             return math.inf

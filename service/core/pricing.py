@@ -11,7 +11,7 @@ A *part* is an item that ends before its prompt does; it costs more where it is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from engines.cost_model import CostModel
@@ -44,6 +44,7 @@ class Pricer:
         self.cost = cost
         self.profiles = profiles
         self._kept_s: dict[tuple[int, ...], float] = {}
+        self._riders = (0, 0, 0)  # T, A, R of what rides in every pass
         self._packed = profiles.layout is Layout.PACKED
         self._unpadded = self._packed and profiles.padding is Padding.NOTHING and not profiles.h_classes
         self.knee_tokens = min(cost.knee_tokens(), profiles.request_tokens_max)
@@ -69,9 +70,26 @@ class Pricer:
         if self._unpadded:
             if tokens > self.profiles.t_classes[-1]:
                 return math.inf
+            if self._riders[0]:
+                more, pairs, past = self._riders
+                return self.cost.sums_s(tokens + more, attention + pairs, history + past, parts)
             return self.cost.sums_s(tokens, attention, history, parts)
         sums = self.profiles.packed_sums(tokens, attention, history)
         return math.inf if sums is None else self.cost.sums_s(*sums, parts)
+
+    def ride(self, histories: Collection[int]) -> None:
+        """From here on one more token for each of `histories` rides in every pass, on top of its limits: what
+        decodes beside prefill, on an engine that never pads."""
+        requests, history = len(histories), sum(histories)
+        self._riders = (requests, requests + 2 * history, history)
+
+    def alone_s(self, items: Sequence[Item]) -> float:
+        """`pass_s` of a pass in which nothing rides."""
+        riders, self._riders = self._riders, (0, 0, 0)
+        try:
+            return self.pass_s(items)
+        finally:
+            self._riders = riders
 
     def row(self, items: Sequence[Item], fixed: Sequence[Item] = (), *, parts: int = 0) -> PassRow:
         """Prices of stretches of `items`, all of `fixed` in each pass; `parts` of the fixed are parts."""

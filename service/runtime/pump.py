@@ -316,7 +316,7 @@ class Pump:
             if handle is None or item.error is not None:
                 continue
             record = handle.record
-            if result.kind is PassKind.PREFILL:
+            if item.position <= record.request.prompt_tokens:  # decode may ride in a prefill pass
                 record.new_tokens += item.computed
                 record.history_tokens += item.reused
                 record.prefill_end_s = now_s

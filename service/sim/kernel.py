@@ -295,7 +295,7 @@ class _FrontEnd:
             record = self._records.get(item.request_id)
             if record is None or record.outcome is not None or item.error is not None:
                 continue  # ended meanwhile, or its part of the pass failed
-            if result.kind is PassKind.PREFILL:
+            if item.position <= record.request.prompt_tokens:  # decode may ride in a prefill pass
                 record.new_tokens += item.computed
                 record.history_tokens += item.reused
             if item.token is not None:
