@@ -89,8 +89,8 @@ def test_recorded_gaps_are_those_of_the_trace_at_the_rate_asked() -> None:
 
 def test_a_trace_is_a_ring_joined_by_a_mean_gap() -> None:
     recorded = np.array([0.0, 1.0, 1.5, 6.0])
-    gaps = np.concatenate(list(islice(recorded_gaps(recorded, start=2), 3))) * 2.0
-    assert gaps == pytest.approx([0.0, 4.5, 2.0, 1.0, *[0.5, 4.5, 2.0, 1.0] * 2])
+    gaps = np.concatenate(list(islice(recorded_gaps(recorded, start=1), 3))) * 2.0
+    assert gaps == pytest.approx([0.0, 0.5, 4.5, 2.0, *[1.0, 0.5, 4.5, 2.0] * 2])
 
 
 @pytest.mark.parametrize("times", [[], [1.0], [2.0, 2.0]])

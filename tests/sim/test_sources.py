@@ -124,6 +124,22 @@ def test_a_trace_arrives_as_it_was_recorded() -> None:
     assert block_tokens(spec, PREFIXES) == BLOCK
 
 
+def test_seeds_enter_a_trace_at_rows_of_their_own_and_keep_its_gaps() -> None:
+    spec = WorkloadSpec((("prefixes", 1.0),), arrivals="recorded")
+    prompts = [row.prompt_tokens for row in PREFIXES.rows]
+    gaps = [1.5, 1.0, 0.5, 2.5, 2.0]  # before each row; before the first the mean gap of the ring
+    starts = set()
+    for seed in range(20):
+        source = make_source(spec, rate_per_s=None, seed=seed, targets=TARGETS, trace=PREFIXES)
+        requests = [arrival.request for arrival in arrived(source)]
+        start = prompts.index(requests[0].prompt_tokens)
+        starts.add(start)
+        assert [r.prompt_tokens for r in requests] == prompts[start:] + prompts[:start]
+        times = [r.arrival_s for r in requests]
+        assert np.diff(times) == pytest.approx((gaps[start:] + gaps[:start])[1:])
+    assert starts == {0, 1, 2, 3, 4}
+
+
 def test_equal_prefixes_stay_equal_and_an_answer_counts_only_where_it_is_generated() -> None:
     spec = WorkloadSpec((("prefixes", 1.0),), arrivals="recorded", start="first")
     first, second, *_ = (a.request for a in arrived(source_of(spec, 0, 5)))
@@ -247,7 +263,7 @@ def test_averages_follow_a_flip() -> None:
     assert workload_stats(spec, at_s=100.0).short_ratio < 0.02
 
 
-# uncached tokens (mean), share of prompts with less than 257 of them: shared/traces/README.md, "Prefill left".
+# Mean uncached tokens (shared/traces/README.md, "Prefill left"), share of prompts with at most 256 of them.
 # That table counts a last block that is not full as reusable, an engine does not: so the share of shorts is
 # higher there (3.1 and 41.1 %) for Mooncake.
 LEFT = {
