@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 
@@ -47,12 +47,14 @@ class Expected:
 class RunPlan:
     """One run at `rate_per_s` (None: closed loop). Arrivals go on until `until_s`, where it ends at last.
 
-    scored: the lanes that will have enough requests, as far as is known.
+    arrivals: requests of each lane in the window; where they are not known, more than there will be.
+    scored: the lanes that will have enough, as far as is known.
     """
 
     rate_per_s: float | None
     window: Window
     until_s: float
+    arrivals: Mapping[Lane, int]
     scored: tuple[Lane, ...]
     expected: Expected | None
 
@@ -127,12 +129,15 @@ class Load:
 
     def _planned(self, rate_per_s: float | None, window: Window, expected: Expected | None) -> RunPlan:
         cooldown_s = self.metric.cooldown_targets * max(self._target_s.values())
-        scored = self.scored
-        if expected is not None:
-            jobs = expected.jobs
-            cooldown_s = max(cooldown_s, float(jobs.target_s.max(initial=0.0)))
-            scored = tuple(lane for lane in Lane if jobs.of(lane).sum() >= self.metric.lane_requests_min)
-        return RunPlan(rate_per_s, window, window.end_s + cooldown_s, scored, expected)
+        if expected is None:
+            most = 1.25 * (rate_per_s or 0.0) * window.seconds + 20.0
+            arrivals = {lane: math.ceil(share * most) for lane, share in self._shares.items()}
+            return RunPlan(rate_per_s, window, window.end_s + cooldown_s, arrivals, self.scored, None)
+        jobs = expected.jobs
+        cooldown_s = max(cooldown_s, float(jobs.target_s.max(initial=0.0)))
+        arrivals = {lane: int(jobs.of(lane).sum()) for lane in Lane if jobs.of(lane).any()}
+        scored = tuple(lane for lane, n in arrivals.items() if n >= self.metric.lane_requests_min)
+        return RunPlan(rate_per_s, window, window.end_s + cooldown_s, arrivals, scored, expected)
 
     def _expected(self, rate_per_s: float | None, window: Window) -> Expected | None:
         """Drawn at the rate itself, because time does not scale with it."""
