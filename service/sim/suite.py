@@ -117,9 +117,9 @@ def _settings(kind: type[_Settings], suite: str, key: str, data: Mapping[str, An
     try:
         return TypeAdapter(kind).validate_python(given)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join([key, *(str(part) for part in first["loc"])])
-        raise ValueError(f"suite {suite}: {where}: {first['msg'].removeprefix('Value error, ')}") from error
+        problem: Mapping[str, Any] = error.errors(include_url=False)[0]
+        where = ".".join([key, *(str(part) for part in problem["loc"])])
+        raise ValueError(f"suite {suite}: {where}: {problem['msg'].removeprefix('Value error, ')}") from error
 
 
 def _folder() -> Any:
