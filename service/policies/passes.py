@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from enum import Enum
 
-from engines.types import Layout
+from engines.types import Chunking, Layout
 from service.core.policy import Instance, PassPlan, Plan, PlanItem, Wait
 from service.core.tracked import Tracked
 from service.core.types import DispatchNumbers, Lane, Reason
@@ -33,6 +33,8 @@ class PassBuilder:
         self._instance = instance
         self._gate = gate
         self._profiles = instance.spec.profiles
+        if instance.spec.capabilities.chunking is Chunking.PREFIX_REUSE:  # or nobody might move on
+            budget_tokens = max(budget_tokens, instance.spec.capabilities.block_tokens)
         self._left = min(budget_tokens, self._profiles.tokens_max)
         limit = instance.requests_max
         self._requests_max = limit if requests_max is None else min(limit, requests_max)
@@ -66,7 +68,8 @@ class PassBuilder:
         """The pass that was put together; without items, why there is none."""
         if not self.items:
             return Wait(math.inf, Reason.WAITING_FOR_KV) if self._gate.refused_any else None
-        predicted_s = self._instance.pricer.pass_s([item.size for item in self.items])
+        parts = sum(item.is_part for item in self.items)
+        predicted_s = self._instance.pricer.pass_s([item.size for item in self.items], parts)
         numbers = DispatchNumbers(
             predicted_s=predicted_s,
             queued_short_tokens=waiting.lane_load(Lane.SHORT)[1],
