@@ -32,6 +32,7 @@ class PassShape:
     attention: float  # A
     history: int  # R
     requests: int
+    captured: bool = False  # replayed from a graph: no launch cost
 
     @classmethod
     def of(cls, items: Iterable[tuple[int, int]]) -> PassShape:
@@ -78,7 +79,8 @@ class CostModel:
 
     def pass_s(self, shape: PassShape, parts: int = 0) -> float:
         """Predicted seconds of one pass in which `parts` items end before their prompts do."""
-        return self.sums_s(shape.tokens, shape.attention, shape.history, parts)
+        pass_s = self.sums_s(shape.tokens, shape.attention, shape.history, parts)
+        return pass_s - self.launch_s if shape.captured else pass_s
 
     def sums_s(self, tokens: int, attention: float, history: int, parts: int = 0) -> float:
         """`pass_s` from T, A and R: the scheduler asks for it many times a request."""

@@ -4,7 +4,8 @@ One pure function, `Profiles.executed`, maps the items of a pass to the shape th
 builder, the scheduler, the simulator and the tests all use it, so padding can't be counted in two ways.
 
 layout x padding:
-  packed, nothing     T = sum of L; each request attends to its own history only (TensorRT-LLM)
+  packed, nothing     T = sum of L; each request attends to its own history only (TensorRT-LLM). Or a captured
+                      rectangle, see `captured`
   packed, class       T up to the next T-class, history up to the next H-class. The embedded engine separates
                       requests by a block mask over the whole row, so it pays for one long request of that
                       size
@@ -28,6 +29,8 @@ class Profiles:
 
     t_classes, h_classes: ascending edges in tokens, new and history. Empty h_classes: any history.
     cells: (L, B) cells of a rectangular grid, used with Padding.CELL only.
+    captured: (L, B) cells with a captured graph, of an engine that packs and never pads otherwise. A pass
+        that fits one is padded to the smallest and replayed without launch cost, as LAPS does.
     block_mask: the packed row attends through one T x (H + T) mask (see the module text).
     """
 
@@ -37,6 +40,7 @@ class Profiles:
     h_classes: tuple[int, ...] = ()
     cells: tuple[tuple[int, int], ...] = ()
     block_mask: bool = False
+    captured: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("t_classes", "h_classes"):
@@ -45,6 +49,8 @@ class Profiles:
                 raise ValueError(f"{name} must be ascending and not negative: {edges}")
         if not self.t_classes:
             raise ValueError("t_classes is empty: name at least the largest pass in tokens")
+        if self.captured and (self.layout, self.padding) != (Layout.PACKED, Padding.NOTHING):
+            raise ValueError("captured: graphs are for an engine that packs and does not pad otherwise")
         if self.padding is Padding.CELL and not self.cells:
             raise ValueError("cells is empty: padding 'cell' needs the (L, B) cells that were built")
         largest = max((length * rows for length, rows in self.cells), default=0)
@@ -82,6 +88,10 @@ class Profiles:
         """
         if not items:
             raise ValueError("a pass needs at least one item")
+        if self.captured:
+            rectangle = self.replayed(len(items), max(items)[0], max(past for _, past in items))
+            if rectangle is not None:
+                return rectangle
         if self.layout is Layout.PACKED:
             asked = PassShape.of(items)
             return self.packed(asked.tokens, asked.attention, asked.history, asked.requests)
@@ -109,6 +119,14 @@ class Profiles:
             return t_class, t_class * (t_class + 2 * h_class), h_class
         pad = t_class - tokens  # one more request, of padding
         return t_class, attention + pad * pad, history
+
+    def replayed(self, rows: int, longest: int, history: int) -> PassShape | None:
+        """The smallest captured graph that a pass fits, with its longest row and history; None: none fits."""
+        fitting = [(length * b, length, b) for length, b in self.captured if length >= longest and b >= rows]
+        if not fitting:
+            return None
+        tokens, length, b = min(fitting)
+        return PassShape(tokens, tokens * (length + 2 * history), b * history, b, captured=True)
 
     def rectangle(self, rows: int, longest: int, history: int) -> PassShape | None:
         """`executed` of a rectangular engine from its rows, the longest of them and the longest history."""

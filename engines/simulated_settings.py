@@ -7,6 +7,8 @@
   padded_grid   rows of equal length, padded to the cells of the LAPS grid and above
   trtllm_like   packed, but every part of a prompt is a request of its own, and decode rides in every pass
                 (docs/engines.md says what of a TensorRT-LLM executor is modelled and what not)
+  captured      packed, but a pass that fits a cell of the LAPS grid is padded to it and replayed from a CUDA
+                graph, without launch cost (for the LAPS ablation; its launch cost must be given)
   small_cpu     packed under a block mask, padded to a class, as the embedded engine
 
 KV memory: 0.9 of the 141 GB of an H200, less the weights. Blocks of 32 tokens and passes of up to 8192 are
@@ -155,6 +157,14 @@ def _padded_grid() -> Kind:
     return profiles, _capabilities(profiles, requests_max=64, context_tokens=131_072)
 
 
+def _captured() -> Kind:
+    profiles, capabilities = _packed()
+    lengths, rows = (8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64)
+    cells = tuple((length, b) for length in lengths for b in rows)
+    captured = tuple((length, b) for length, b in cells if length * b <= profiles.tokens_max)
+    return replace(profiles, captured=captured), replace(capabilities, layer_blocks_max=1)
+
+
 def _trtllm_like() -> Kind:
     profiles, packed = _packed()
     return profiles, replace(
@@ -177,5 +187,6 @@ KINDS: Mapping[str, Kind] = {
     "packed": _packed(),
     "padded_grid": _padded_grid(),
     "trtllm_like": _trtllm_like(),
+    "captured": _captured(),
     "small_cpu": _small_cpu(),
 }

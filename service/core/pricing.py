@@ -2,8 +2,9 @@
 
 The scheduler asks for it many times a request, mostly for a row of waiting requests and one more, or one
 less. What a packed engine pays depends on sums over its items alone (`cost_model`), so `Pricer.row` keeps
-running sums and prices any stretch of a row in constant time. A rectangular engine pays for its longest row:
-there the stretch is looked through, and the shapes already met are kept.
+running sums and prices any stretch of a row in constant time. A rectangular engine, or one that replays
+captured rectangles, pays for its longest row: there the stretch is looked through, and the shapes already met
+are kept.
 
 A *part* is an item that ends before its prompt does; it costs more where it is a request of its own.
 """
@@ -55,9 +56,11 @@ class Pricer:
         """`items` are (new tokens, history tokens) per request; no items cost nothing."""
         if not items:
             return 0.0
-        if not self._packed:
+        if not self._packed or self.profiles.captured:
             longest, history = max(items)[0], max(past for _, past in items)
-            return self._rectangle_s(len(items), longest, history, parts)
+            rectangle_s = self._rectangle_s(len(items), longest, history, parts)
+            if not self._packed or math.isfinite(rectangle_s):
+                return rectangle_s
         tokens = attention = history = 0
         for new, past in items:
             tokens += new
@@ -93,7 +96,8 @@ class Pricer:
 
     def row(self, items: Sequence[Item], fixed: Sequence[Item] = (), *, parts: int = 0) -> PassRow:
         """Prices of stretches of `items`, all of `fixed` in each pass; `parts` of the fixed are parts."""
-        return (_PackedRow if self._packed else _RectangleRow)(self, items, fixed, parts)
+        sums = self._packed and not self.profiles.captured
+        return (_PackedRow if sums else _RectangleRow)(self, items, fixed, parts)
 
     def request_s(self, new_tokens: int, history: int) -> float:
         """Seconds for one request alone, in chunks of the largest profile where it needs several."""
@@ -117,7 +121,8 @@ class Pricer:
         key = (rows, longest, history, parts)
         kept = self._kept_s.get(key)
         if kept is None:
-            shape = self.profiles.rectangle(rows, longest, history)
+            of = self.profiles.replayed if self._packed else self.profiles.rectangle
+            shape = of(rows, longest, history)
             kept = math.inf if shape is None else self.cost.pass_s(shape, parts)
             if len(self._kept_s) >= _SHAPES_MAX:
                 self._kept_s.clear()

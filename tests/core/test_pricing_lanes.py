@@ -29,6 +29,7 @@ PRICERS += [
     Pricer(replace(GPU_COST, smooth_p=4.0), Profiles(Layout.PACKED, Padding.NOTHING, (8192,), (0, 9000))),
     Pricer(PARTS, PACKED),
     Pricer(PARTS, RECTANGULAR),
+    Pricer(replace(GPU_COST, launch_s=0.008), replace(PACKED, captured=((64, 4), (256, 2)))),
 ]
 
 

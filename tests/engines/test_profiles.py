@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.cost_model import PassShape
+from engines.cost_model import CostModel, PassShape
 from engines.profiles import Profiles
 from engines.types import Layout, Padding
 
@@ -125,3 +127,18 @@ def test_bad_profiles_are_refused_by_name(arguments: dict[str, object], named: s
 def test_a_pass_without_items_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one item"):
         Profiles(Layout.PACKED, Padding.NOTHING, (4,)).executed([])
+
+
+def test_a_captured_pass_is_padded_and_pays_no_launch() -> None:
+    """Blind use, as LAPS does: whatever fits a cell is replayed from it, the rest runs as it is."""
+    cost = CostModel(0.008, 0.02, 0.0, 1e-4, 0.0, 0.0)
+    plain = Profiles(Layout.PACKED, Padding.NOTHING, (4096,))
+    profiles = replace(plain, captured=((64, 4), (64, 8), (256, 2)))
+    fits, too_long = [(40, 0)] * 5, [(40, 0), (300, 0)]
+    shape = profiles.executed(fits)
+    assert shape is not None
+    assert (shape.tokens, shape.captured) == (64 * 8, True)
+    assert cost.pass_s(shape) == pytest.approx(cost.pass_s(replace(shape, captured=False)) - cost.launch_s)
+    assert profiles.executed(too_long) == plain.executed(too_long)
+    with pytest.raises(ValueError, match="captured"):
+        Profiles(Layout.RECTANGULAR, Padding.CLASS, (4096,), captured=((64, 4),))
