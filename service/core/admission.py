@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engines.types import DecodeMode
 from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec, Outcome, Reason, Reject, Request
 
@@ -31,21 +32,21 @@ class Admission:
     def refusal(
         self, request: Request, load: QueueLoad, instances: Iterable[InstanceSpec], now_s: float
     ) -> Reject | None:
-        """The reason to refuse `request`, or None."""
-        specs = list(instances)
+        """The reason to refuse `request`, or None. Instances that are alike may be given once."""
         if request.deadline_s is not None and request.deadline_s <= now_s:
             detail = "the deadline has passed before the request was queued"
             return Reject(request.request_id, Outcome.DEADLINE_EXCEEDED, Reason.DEADLINE_PASSED, detail)
-        if not specs:
-            detail = "no instance is up"
-            retry_s = self._settings.retry_after_s
-            return Reject(request.request_id, Outcome.ENGINE_FAILED, Reason.NO_INSTANCE, detail, retry_s)
-        too_large = [misfit(request, spec) for spec in specs]
-        if all(too_large):
-            return Reject(
-                request.request_id, Outcome.REJECTED_TOO_LARGE, Reason.NEVER_FITS, str(too_large[0])
-            )
-        return self._over_bound(request, load, load.requests, load.tokens, 1.0)
+        too_large = ""
+        for spec in instances:
+            why = misfit(request, spec)
+            if why is None:
+                return self._over_bound(request, load, load.requests, load.tokens, 1.0)
+            too_large = too_large or why
+        if too_large:
+            return Reject(request.request_id, Outcome.REJECTED_TOO_LARGE, Reason.NEVER_FITS, too_large)
+        retry_s = self._settings.retry_after_s
+        detail = "no instance is up"
+        return Reject(request.request_id, Outcome.ENGINE_FAILED, Reason.NO_INSTANCE, detail, retry_s)
 
     def long_refusal(self, request: Request, load: QueueLoad) -> Reject | None:
         """As `refusal`, for a request of the long lane: part of the queue is kept for short ones, so that a
@@ -71,9 +72,18 @@ class Admission:
         return Reject(request.request_id, Outcome.REJECTED_CAPACITY, reason, detail, retry_s)
 
 
+def request_tokens_max(spec: InstanceSpec) -> int:
+    """Largest prompt and answer together that can run on the instance: `misfit` refuses what is larger."""
+    limits, history_max = spec.capabilities, spec.profiles.history_max
+    tokens = min(limits.context_tokens_max, limits.kv_blocks_total * limits.block_tokens)
+    return tokens if history_max is None else min(tokens, history_max + 1)
+
+
 def misfit(request: Request, spec: InstanceSpec) -> str | None:
     """Why the request can never run on the instance; None if it can."""
     limits = spec.capabilities
+    if request.max_new_tokens > 1 and limits.decode is DecodeMode.NONE:
+        return f"{spec.instance_id} does not decode: ask it for one token, and another for the rest"
     tokens = request.prompt_tokens + request.max_new_tokens
     if tokens > limits.context_tokens_max:
         return (

@@ -18,8 +18,9 @@ from service.core.types import Lane, Request
 
 def short_tokens_max(instance: Instance, history: int, settings: SchedulerSettings) -> int:
     """Largest L that counts as short on `instance`, given H cached tokens."""
-    boundary = max(instance.spec.cost.boundary_tokens(history), settings.lane_floor_tokens)
-    return min(boundary, instance.spec.profiles.request_tokens_max)
+    return min(
+        max(instance.boundary_tokens(history), settings.lane_floor_tokens), instance.request_tokens_max
+    )
 
 
 def classify(

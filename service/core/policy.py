@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from engines.types import Chunking, Pass
-from service.core.admission import misfit
+from engines.types import Chunking, DecodeMode, Pass
+from service.core.admission import request_tokens_max
 from service.core.decode import DecodeRule
 from service.core.kv_budget import KvBudget
 from service.core.lifecycle import InstanceState
-from service.core.prefix_index import PrefixIndex
+from service.core.prefix_index import PrefixIndex, PrefixTable
 from service.core.pricing import Pricer
 from service.core.settings import SchedulerSettings
 from service.core.tracked import Tracked
@@ -43,32 +43,35 @@ class InFlight:
 class Instance:
     """The core's view of one instance: its models, promises, cache, decode set and passes."""
 
-    def __init__(self, spec: InstanceSpec, settings: SchedulerSettings) -> None:
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        settings: SchedulerSettings,
+        place: int = 0,
+        prefixes: PrefixTable | None = None,
+    ) -> None:
         self.spec = spec
+        self.instance_id = spec.instance_id
+        self.requests_max = spec.capabilities.requests_max
+        self.request_tokens_max = spec.profiles.request_tokens_max  # of one request in one pass
+        self.place = place  # in the order in which instances joined
         self.state = InstanceState.UP
         self.role = spec.role  # written by the scheduler at RoleChanged
         self.pricer = Pricer(spec.cost, spec.profiles)
         self.kv = KvBudget(spec.capabilities.kv_blocks_total, spec.capabilities.block_tokens)
-        self.prefix = PrefixIndex(spec.capabilities.block_tokens)
+        self.prefix = PrefixIndex(spec.capabilities.block_tokens, prefixes)
         self.decode = DecodeRule(settings, spec.capabilities, self.pricer)
         self.busy_s = 0.0  # in passes that are over; written by the scheduler
         self.running: InFlight | None = None
         self.staged: InFlight | None = None
         self.partial: dict[str, Tracked] = {}  # requests whose prefill KV lives here
-
-    @property
-    def instance_id(self) -> str:
-        return self.spec.instance_id
-
-    @property
-    def requests_max(self) -> int:
-        return self.spec.capabilities.requests_max
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Prefill rate at the knee."""
         knee = self.pricer.knee_tokens
-        return knee / self.pricer.pass_s([(knee, 0)])
+        self.tokens_per_s = knee / self.pricer.pass_s([(knee, 0)])  # prefill rate at the knee
+        self._tokens_max = request_tokens_max(spec)
+        self._decodes = spec.capabilities.decode is not DecodeMode.NONE
+        self._boundary_tokens: dict[int, int] = {}  # by history
+        self._cached: dict[str, int] = {}  # request id -> tokens, at one version of the prefix index
+        self._cached_version = 0
 
     def in_pass(self, request_id: str) -> bool:
         """Whether the request is in the running or the staged pass."""
@@ -86,12 +89,29 @@ class Instance:
         """H on this instance: what the request has computed here, or what the prefix cache holds of it."""
         if tracked.instance_id == self.instance_id:
             return tracked.position
-        return self.prefix.cached_tokens(tracked.request.block_hashes, tracked.request.prompt_tokens)
+        request = tracked.request
+        if not request.block_hashes:
+            return 0
+        if self._cached_version != self.prefix.version:
+            self._cached.clear()
+            self._cached_version = self.prefix.version
+        known = self._cached.get(request.request_id)
+        if known is None:
+            known = self.prefix.cached_tokens(request.block_hashes, request.prompt_tokens)
+            self._cached[request.request_id] = known
+        return known
 
     def item_of(self, tracked: Tracked) -> tuple[int, int]:
         """(new tokens, history) of all that remains of a prompt here."""
         history = self.history_of(tracked)
         return tracked.request.prompt_tokens - history, history
+
+    def boundary_tokens(self, history: int) -> int:
+        """L_m(H) here."""
+        known = self._boundary_tokens.get(history)
+        if known is None:
+            known = self._boundary_tokens[history] = self.spec.cost.boundary_tokens(history)
+        return known
 
     def chunk_tokens(self, item: tuple[int, int], limit: int) -> int:
         """How many of `item`'s new tokens one pass here can compute within `limit`; 0: none.
@@ -110,7 +130,9 @@ class Instance:
         """Whether the request can run here at all: not bound elsewhere, and no larger than this instance."""
         if tracked.instance_id is not None:
             return tracked.instance_id == self.instance_id
-        return misfit(tracked.request, self.spec) is None
+        return tracked.kv_tokens_max <= self._tokens_max and (
+            self._decodes or tracked.request.max_new_tokens == 1
+        )
 
 
 class KvGate:
@@ -161,11 +183,14 @@ class PlanItem:
         return self.new_tokens, self.history
 
     @property
+    def is_part(self) -> bool:
+        """It ends before its prompt does."""
+        return self.new_tokens + self.history < self.tracked.request.prompt_tokens
+
+    @property
     def begins_partial(self) -> bool:
         """The first part of a prompt that needs more chunks."""
-        return (
-            self.tracked.position == 0 and self.new_tokens + self.history < self.tracked.request.prompt_tokens
-        )
+        return self.tracked.position == 0 and self.is_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +207,14 @@ class PassPlan:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to prefill before `until_s`, or before the next event where it is inf."""
+    """Nothing to prefill before `until_s`, or before the next event where it is inf.
+
+    everywhere: no other free instance would take anything either, so none need be asked.
+    """
 
     until_s: float
     reason: Reason
+    everywhere: bool = False
 
 
 Plan = PassPlan | Wait | None  # None: nothing waits here

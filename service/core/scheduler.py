@@ -18,10 +18,12 @@ from engines.types import ItemResult, PassKind
 from service.core.dispatcher import Dispatcher
 from service.core.intake import Intake
 from service.core.lifecycle import RequestState
-from service.core.policy import Instance, PassPlan, PrefillPolicy, Wait
+from service.core.policy import Instance, PrefillPolicy
+from service.core.prefix_index import PrefixTable
 from service.core.settings import LatePolicy, SchedulerSettings
 from service.core.timeouts import Timeout, Timeouts
 from service.core.tracked import Tracked
+from service.core.turns import Turns
 from service.core.types import (
     Abort,
     Cancel,
@@ -40,7 +42,6 @@ from service.core.types import (
     PassStarted,
     Reason,
     Reject,
-    Revoke,
     RoleChanged,
     Submit,
     WaitUntil,
@@ -61,12 +62,14 @@ class PrefillScheduler:
         self.accepted_requests = dict.fromkeys(Lane, 0)
         self.accepted_work_s = dict.fromkeys(Lane, 0.0)  # predicted prefill of each alone
         self.draining = False
-        self._intake = Intake(settings)
+        self._prefixes = PrefixTable()
+        self._intake = Intake(settings, self.instances, self._prefixes)
+        self._places = 0  # given to instances so far
         self._unheard: dict[str, str] = {}  # ended while in a pass -> instance
         self._timeouts = Timeouts()
         self._arrivals: list[Tracked] = []  # since the last poll
         self._outbox: list[Command] = []
-        self._dispatcher = Dispatcher(policy, self._emit)
+        self._turns = Turns(settings, policy, Dispatcher(policy, self._emit), self._emit)
         self._no_instance_since_s = -math.inf
         self._handlers: Mapping[type[Event], Callable[..., None]] = {
             Submit: self._submit,
@@ -86,6 +89,8 @@ class PrefillScheduler:
 
     def on_event(self, event: Event, now_s: float) -> None:
         self._handlers[type(event)](event, now_s)
+        if type(event) is not PassStarted:
+            self._turns.changed()
 
     def poll(self, now_s: float) -> tuple[Command, ...]:
         """Everything to be done now; the last command says when to poll again."""
@@ -97,11 +102,9 @@ class PrefillScheduler:
         wake_s, why = self._timeouts.next_s, Reason.DEADLINE_PASSED
         if not self.instances and self.live:
             wake_s, why = min((wake_s, why), (self._give_up(now_s), Reason.NO_INSTANCE))
-        for instance in self.instances.values():
-            self._revoke_for_arrivals(instance, now_s)
-            wait = self._next_pass(instance, now_s)
-            if wait is not None and wait.until_s < wake_s:
-                wake_s, why = wait.until_s, wait.reason
+        wait = self._turns.take(self._arrivals, now_s)
+        if wait is not None and wait.until_s < wake_s:
+            wake_s, why = wait.until_s, wait.reason
         self._arrivals.clear()
         commands, self._outbox = self._outbox, []
         return (*commands, WaitUntil(wake_s, why) if math.isfinite(wake_s) else Idle())
@@ -123,11 +126,10 @@ class PrefillScheduler:
         if request.request_id in self.live or request.request_id in self._unheard:
             raise ValueError(f"request id {request.request_id} is already live")
         self.submitted += 1
-        instances = self.instances.values()
         tracked = (
             self._intake.closed(request)
             if self.draining
-            else self._intake.admit(request, instances, self.policy, self.submitted, now_s)
+            else self._intake.admit(request, self.policy, self.submitted, now_s)
         )
         if isinstance(tracked, Reject):
             self.outcomes[tracked.outcome] += 1
@@ -191,62 +193,21 @@ class PrefillScheduler:
 
     # --- passes ---
 
-    def _next_pass(self, instance: Instance, now_s: float) -> Wait | None:
-        """Start or stage what comes next on `instance`; or say until when to wait."""
-        lead_s = self.settings.stage_lead_s
-        if instance.running is None:
-            return self._choose(instance, now_s)
-        if lead_s == 0.0 or instance.staged is not None or not math.isfinite(instance.running.end_s):
-            return None
-        if now_s >= instance.running.end_s - lead_s:
-            self._stage(instance, max(now_s, instance.running.end_s))
-            return None
-        return Wait(instance.running.end_s - lead_s, Reason.STAGE_LATER)
-
-    def _choose(self, instance: Instance, start_s: float) -> Wait | None:
-        plan = self.policy.plan(instance, start_s)
-        step = instance.decode.step()
-        if isinstance(plan, PassPlan):
-            if step is not None and instance.decode.must_step(step, plan.predicted_s, start_s):
-                self._dispatcher.decode(instance, step, Reason.DECODE_DUE, start_s)
-            else:
-                self._dispatcher.prefill(instance, plan, start_s, staged=False)
-            return None
-        if step is not None:
-            self._dispatcher.decode(instance, step, Reason.DECODE_ONLY, start_s)
-            return None
-        return plan
-
-    def _stage(self, instance: Instance, start_s: float) -> None:
-        """Stage the next prefill pass behind the running one, unless a decode step is due between them:
-        that is chosen when the running pass is over, since it needs its results."""
-        plan = self.policy.plan(instance, start_s)
-        if isinstance(plan, PassPlan):
-            step, rule = instance.decode.step(), instance.decode
-            if step is None or not rule.must_step(step, plan.predicted_s, start_s, after_prefill=True):
-                self._dispatcher.prefill(instance, plan, start_s, staged=True)
-
-    def _revoke_for_arrivals(self, instance: Instance, now_s: float) -> None:
-        """Take a staged pass back, once, when a short newcomer makes its target only without it."""
-        flight = instance.staged
-        if flight is None or flight.revoking:
-            return
-        fresh = (t for t in self._arrivals if t.state is RequestState.QUEUED and t.lane is Lane.SHORT)
-        if any(instance.makes_it_only_unstaged(tracked, now_s) for tracked in fresh):
-            flight.revoking = True
-            self._emit(Revoke(instance.instance_id, flight.pass_.pass_id, Reason.URGENT_ARRIVAL))
-
     def _started(self, event: PassStarted, now_s: float) -> None:
         instance = self.instances.get(event.instance_id)
         flight = instance.running if instance is not None else None
-        if flight is not None and flight.pass_.pass_id == event.pass_id:
+        if instance is None or flight is None or flight.pass_.pass_id != event.pass_id:
+            return
+        if flight.start_s != now_s:  # it is when it was expected to, as a rule
             flight.start_s = now_s
+            self._turns.touch(instance)
 
     def _revoked(self, event: PassRevoked, now_s: float) -> None:
         instance = self.instances.get(event.instance_id)
         if instance is None or instance.staged is None or instance.staged.pass_.pass_id != event.pass_id:
             return
         flight, instance.staged = instance.staged, None
+        self._turns.touch(instance)
         for item in flight.pass_.items:
             tracked = self.live.get(item.request_id)
             if tracked is None:
@@ -276,7 +237,7 @@ class PrefillScheduler:
                 self._advance(tracked, instance, item, now_s)
 
     def _advance(self, tracked: Tracked, instance: Instance, item: ItemResult, now_s: float) -> None:
-        stuck = item.position <= tracked.position and item.token is None
+        stuck = item.computed == 0 and item.position >= tracked.position  # less: its cache was evicted
         tracked.position = item.position
         if item.token is None:
             if stuck:
@@ -342,6 +303,7 @@ class PrefillScheduler:
         if instance is None or instance.running is None or instance.running.pass_.pass_id != pass_id:
             return None
         instance.running, instance.staged = instance.staged, None
+        self._turns.touch(instance)
         if instance.running is not None:
             for item in instance.running.pass_.items:
                 if item.request_id in self.live:
@@ -378,13 +340,20 @@ class PrefillScheduler:
         instance_id = event.spec.instance_id
         if instance_id in self.instances:
             raise ValueError(f"instance {instance_id} is already up")
-        self.instances[instance_id] = Instance(event.spec, self.settings)
-        self.policy.instance_up(self.instances[instance_id], now_s)
+        self._places += 1
+        instance = Instance(event.spec, self.settings, self._places, self._prefixes)
+        self.instances[instance_id] = instance
+        self._intake.changed()
+        self._turns.touch(instance)
+        self.policy.instance_up(instance, now_s)
 
     def _instance_down(self, event: InstanceDown, now_s: float) -> None:
         instance = self.instances.pop(event.instance_id, None)
         if instance is None:
             return
+        instance.prefix.forget()
+        self._intake.changed()
+        self._turns.left(instance)
         self.policy.instance_down(instance, now_s)
         self._unheard = {r: i for r, i in self._unheard.items() if i != event.instance_id}
         self._no_instance_since_s = now_s

@@ -1,0 +1,182 @@
+"""Whose turn it is: which instances can take a pass, in which order they are asked, and what each takes.
+
+*Open* is an instance that is free, or, with staging, one whose running pass ends within the lead and has
+nothing staged behind it. Only the open ones are asked, in the order in which they joined, and only while
+anything waits: a poll costs what can happen in it, not what there is. Nobody is asked twice at one instant
+if nothing has changed in between (a worker said that it began, which was known).
+
+A staged pass is taken back, once, when a short newcomer that found no place makes its target only without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+
+from sortedcontainers import SortedDict
+
+from service.core.dispatcher import Dispatcher
+from service.core.lifecycle import RequestState
+from service.core.policy import InFlight, Instance, PassPlan, PrefillPolicy, Wait
+from service.core.settings import SchedulerSettings
+from service.core.tracked import Tracked
+from service.core.types import Command, Lane, Reason, Revoke
+
+
+class Turns:
+    """Passes go out through `dispatcher`, revokes through `emit`."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        policy: PrefillPolicy,
+        dispatcher: Dispatcher,
+        emit: Callable[[Command], None],
+    ) -> None:
+        self._lead_s = settings.stage_lead_s
+        self._policy = policy
+        self._dispatcher = dispatcher
+        self._emit = emit
+        self._open: SortedDict = SortedDict()  # place -> instance
+        self._touched: dict[int, Instance] = {}  # place -> instance, since the last poll
+        self._staged: dict[int, Instance] = {}  # those with a staged pass
+        self._leads: list[tuple[float, int, InFlight, Instance]] = []  # heap: when each lead begins
+        self._asked_s = -math.inf
+        self._changed = True  # anything, since the open ones were asked
+        self._answer: Wait | None = None  # what they said
+
+    def left(self, instance: Instance) -> None:
+        for places in (self._open, self._touched, self._staged):
+            places.pop(instance.place, None)
+        self._leads = [lead for lead in self._leads if lead[3] is not instance]
+        heapify(self._leads)
+        self._changed = True
+
+    def touch(self, instance: Instance) -> None:
+        """`instance` is new, or its passes have changed."""
+        self._touched[instance.place] = instance
+        self._changed = True
+
+    def changed(self) -> None:
+        """The queue or something else that plans depend on."""
+        self._changed = True
+
+    def take(self, arrivals: Sequence[Tracked], now_s: float) -> Wait | None:
+        """Give the open instances their next passes; the earliest wait of those that took none."""
+        for instance in self._touched.values():
+            self._sort_in(instance, now_s)
+        self._begin_leads(now_s)
+        if self._changed or now_s != self._asked_s:
+            self._asked_s, self._changed = now_s, False
+            self._answer = self._ask(now_s)
+        self._touched.clear()
+        if self._staged and arrivals:
+            self._revoke_for(arrivals, now_s)
+        lead_s = self._leads[0][0] if self._leads else math.inf
+        if lead_s < (self._answer.until_s if self._answer is not None else math.inf):
+            return Wait(lead_s, Reason.STAGE_LATER)
+        return self._answer
+
+    # --- who is open ---
+
+    def _sort_in(self, instance: Instance, now_s: float) -> None:
+        place, running = instance.place, instance.running
+        self._staged.pop(place, None)
+        if running is None:
+            self._open[place] = instance
+            return
+        self._open.pop(place, None)
+        if instance.staged is not None:
+            self._staged[place] = instance
+        elif self._lead_s > 0.0 and math.isfinite(running.end_s):
+            heappush(self._leads, (running.end_s - self._lead_s, place, running, instance))
+            self._begin_leads(now_s)
+
+    def _begin_leads(self, now_s: float) -> None:
+        """Open those whose lead has begun. After it the first of `_leads` is one to wait for."""
+        leads = self._leads
+        while leads:
+            begins_s, place, running, instance = leads[0]
+            moot = instance.running is not running or instance.staged is not None
+            if not moot and begins_s > now_s and begins_s == running.end_s - self._lead_s:
+                return
+            heappop(leads)
+            if not moot and begins_s <= now_s:
+                self._open[place] = instance
+                self._changed = True
+
+    # --- what they take ---
+
+    def _ask(self, now_s: float) -> Wait | None:
+        answer: Wait | None = None
+        served: list[Instance] = []
+        passed_over = False  # somebody took nothing so far
+        waiting = self._anything_waits()
+        for instance in self._open.values():
+            if not waiting:
+                break
+            free = instance.running is None
+            wait = self._choose(instance, now_s) if free else self._stage(instance, now_s)
+            if instance.running is not None if free else instance.staged is not None:
+                served.append(instance)
+                self._changed = self._changed or passed_over  # who took nothing has not seen this queue
+                waiting = self._anything_waits()
+                continue
+            passed_over = True
+            if wait is not None and (answer is None or wait.until_s < answer.until_s):
+                answer = wait
+            if wait is not None and wait.everywhere:
+                break
+        for _, instance in sorted(self._touched.items()):
+            if instance.running is None and instance.decode.running:
+                self._choose(instance, now_s)
+                served.append(instance)
+        for instance in served:
+            self._sort_in(instance, now_s)
+        return answer
+
+    def _anything_waits(self) -> bool:
+        return any(self._policy.lane_load(lane)[0] for lane in Lane)
+
+    def _choose(self, instance: Instance, start_s: float) -> Wait | None:
+        """Start what comes next on a free instance; or say until when to wait."""
+        instance.decode.ride()
+        plan = self._policy.plan(instance, start_s)
+        step = instance.decode.step()
+        if isinstance(plan, PassPlan):
+            if step is not None and instance.decode.must_step(step, plan.predicted_s, start_s):
+                self._dispatcher.decode(instance, step, Reason.DECODE_DUE, start_s)
+            else:
+                self._dispatcher.prefill(instance, plan, start_s, staged=False)
+            return None
+        if step is not None:
+            self._dispatcher.decode(instance, step, Reason.DECODE_ONLY, start_s)
+            return None
+        return plan
+
+    def _stage(self, instance: Instance, now_s: float) -> Wait | None:
+        """Stage the next prefill pass behind the running one, unless a decode step is due between them:
+        that is chosen when the running pass is over, since it needs its results. Never a wait: the end of
+        the running pass asks again."""
+        assert instance.running is not None
+        start_s = max(now_s, instance.running.end_s)
+        instance.decode.ride()
+        plan = self._policy.plan(instance, start_s)
+        if isinstance(plan, PassPlan):
+            step, rule = instance.decode.step(), instance.decode
+            if step is None or not rule.must_step(step, plan.predicted_s, start_s, after_prefill=True):
+                self._dispatcher.prefill(instance, plan, start_s, staged=True)
+        return None
+
+    def _revoke_for(self, arrivals: Sequence[Tracked], now_s: float) -> None:
+        """Take staged passes back for those who came since the last poll and still wait."""
+        fresh = [t for t in arrivals if t.state is RequestState.QUEUED and t.lane is Lane.SHORT]
+        for instance in self._staged.values() if fresh else ():
+            flight = instance.staged
+            if flight is None or flight.revoking:
+                continue
+            if any(instance.makes_it_only_unstaged(tracked, now_s) for tracked in fresh):
+                flight.revoking = True
+                revoke = Revoke(instance.instance_id, flight.pass_.pass_id, Reason.URGENT_ARRIVAL)
+                self._emit(revoke)
