@@ -88,6 +88,8 @@ def engine_setting(
         if shape is None:
             raise ValueError("trtllm_like: the shape of the model must be known, for the time of its LM head")
         cost = replace(cost, part_s=part_s(shape))
+    if shape is not None and capabilities.layer_blocks_max > 1:
+        capabilities = replace(capabilities, layer_blocks_max=shape.layers)  # it may stop after any layer
     capabilities = replace(
         capabilities,
         requests_max=requests_max or capabilities.requests_max,
