@@ -41,7 +41,7 @@ class Turns:
         self._open: SortedDict = SortedDict()  # place -> instance
         self._touched: dict[int, Instance] = {}  # place -> instance, since the last poll
         self._staged: dict[int, Instance] = {}  # those with a staged pass
-        self._leads: list[tuple[float, int, InFlight, Instance]] = []  # heap: when each lead begins
+        self._leads: list[tuple[float, int, int, InFlight, Instance]] = []  # heap: begin, place, pass id
         self._asked_s = -math.inf
         self._changed = True  # anything, since the open ones were asked
         self._answer: Wait | None = None  # what they said
@@ -49,7 +49,7 @@ class Turns:
     def left(self, instance: Instance) -> None:
         for places in (self._open, self._touched, self._staged):
             places.pop(instance.place, None)
-        self._leads = [lead for lead in self._leads if lead[3] is not instance]
+        self._leads = [lead for lead in self._leads if lead[4] is not instance]
         heapify(self._leads)
         self._changed = True
 
@@ -90,14 +90,15 @@ class Turns:
         if instance.staged is not None:
             self._staged[place] = instance
         elif self._lead_s > 0.0 and math.isfinite(running.end_s):
-            heappush(self._leads, (running.end_s - self._lead_s, place, running, instance))
+            pass_id = running.pass_.pass_id
+            heappush(self._leads, (running.end_s - self._lead_s, place, pass_id, running, instance))
             self._begin_leads(now_s)
 
     def _begin_leads(self, now_s: float) -> None:
         """Open those whose lead has begun. After it the first of `_leads` is one to wait for."""
         leads = self._leads
         while leads:
-            begins_s, place, running, instance = leads[0]
+            begins_s, place, _, running, instance = leads[0]
             moot = instance.running is not running or instance.staged is not None
             if not moot and begins_s > now_s and begins_s == running.end_s - self._lead_s:
                 return
