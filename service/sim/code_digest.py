@@ -1,9 +1,9 @@
 """A digest of the code that a result depends on: the files of this project behind some modules and a policy.
 
 Imports are found by reading import statements, not by running anything. The table of policies imports all of
-them, so of it only the entry of the policy counts, with what that names, and the functions beside it: a change
-of one policy leaves the digests of the others alone. Comments, layout and docstrings don't count, nor what an
-entry says for the docs. Libraries are not looked at.
+them, so of it only the entry of the policy counts, with what that names, and the functions beside it: a
+change of one policy leaves the digests of the others alone. Comments, layout and docstrings don't count, nor
+what an entry says for the docs. Libraries are not looked at.
 """
 
 from __future__ import annotations

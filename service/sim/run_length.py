@@ -89,7 +89,7 @@ class Load:
         self._shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
         self._target_s = {lane: float(jobs.target_s[jobs.of(lane)].mean()) for lane in shares}
         work_s = least_total_work_s(jobs, self._setting, fastest_factor(self.case))
-        self.capacity_per_s = capacity_per_s(jobs, work_s, self._engines_mean(), LEVEL, self._shares)
+        self.capacity_per_s = capacity_per_s(jobs, work_s, self.engines_mean(), LEVEL, self._shares)
         self.rate_max_per_s = HEADROOM * self.capacity_per_s
 
     # --- one run ---
@@ -232,7 +232,7 @@ class Load:
         )
         return _expected_of(_undelayed(source, self._targets), self._setting[0].block_tokens)
 
-    def _engines_mean(self) -> float:
+    def engines_mean(self) -> float:
         """Engines there are over the window, on average; over all time where the window has no set length."""
         window_s = self.case.limits.window_s
         if window_s is None:

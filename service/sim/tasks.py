@@ -1,0 +1,159 @@
+"""The pieces of work that a case consists of. Each follows from its arguments alone, in whatever process.
+
+bound_seed    capacity and the clairvoyant bound for one seed
+tune_policy   the knobs of one policy, on the tuning seed
+score_seed    goodput of a tuned policy on one scored seed, and one run at a rate common to all policies
+fixed_seed    the runs of a case that names its rates, or is a closed loop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from service.policies.registry import parse
+from service.sim.bounds import Bound, capacity_per_s, least_total_work_s, least_work_s
+from service.sim.case import Case
+from service.sim.clairvoyant import lowest_infeasible_per_s, missed_ratio_min
+from service.sim.figures import MetricSettings, PointFigures
+from service.sim.goodput import Probe, Search, SearchSettings, search
+from service.sim.point import run_point
+from service.sim.run_length import Load, engine_seconds, fastest_factor
+from service.sim.tuning import Tuned, TuningSettings, tune
+
+LOADS_KEPT = 3  # per process: a scored seed, the tuning seed, and one more
+
+
+@dataclass(frozen=True, slots=True)
+class LabSettings:
+    """tuning: None runs every policy as it is named. reference_ratio: the common rate over the bound at the
+    first level; None: no such run. bound_tolerance: of the bisection for the clairvoyant bound.
+    """
+
+    metric: MetricSettings = field(default_factory=MetricSettings)
+    search: SearchSettings = field(default_factory=SearchSettings)
+    tuning: TuningSettings | None = field(default_factory=TuningSettings)
+    reference_ratio: float | None = 0.5
+    bound_tolerance: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.reference_ratio is not None and not 0.0 < self.reference_ratio <= 1.0:
+            raise ValueError(f"reference_ratio must be above 0 and at most 1, got {self.reference_ratio}")
+        if not 0.001 <= self.bound_tolerance <= 0.1:
+            raise ValueError(f"bound_tolerance must be from 0.001 to 0.1, got {self.bound_tolerance}")
+
+    @property
+    def tuning_metric(self) -> MetricSettings:
+        """Of the shorter runs that choose knobs."""
+        ratio = 1.0 if self.tuning is None else self.tuning.run_ratio
+        return replace(
+            self.metric,
+            window_s_min=ratio * self.metric.window_s_min,
+            window_targets_min=ratio * self.metric.window_targets_min,
+            lane_requests_min=max(20, round(ratio * self.metric.lane_requests_min)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SeedBounds:
+    """One bound for each level. measured: requests of the window, at the first level's bound."""
+
+    seed: int
+    bounds: tuple[Bound, ...]
+    measured: int
+
+
+@dataclass(frozen=True, slots=True)
+class SeedScore:
+    """search: None where rates are fixed. points: the runs at the reference rate or the fixed rates."""
+
+    seed: int
+    search: Search | None
+    points: tuple[PointFigures, ...]
+
+    @property
+    def requests(self) -> int:
+        """Simulated, over all runs."""
+        searched = self.search.points if self.search is not None else ()
+        return sum(point.requests_simulated for point in (*searched, *self.points))
+
+
+def bound_seed(case: Case, seed: int, settings: LabSettings) -> SeedBounds:
+    """The bounds of one seed. Where arrivals depend on answers there is no clairvoyant one."""
+    load = _load(case, settings.metric, seed)
+    levels, setting, factor = settings.search.levels, case.setting(), fastest_factor(case)
+    jobs = load.jobs(load.capacity_per_s)
+    total_s = least_total_work_s(jobs, setting, factor)
+    scored = load.plan(load.capacity_per_s).scored
+    engines = load.engines_mean()
+    capacities = [capacity_per_s(jobs, total_s, engines, level, scored) for level in levels]
+    if not case.open:
+        pairs = zip(levels, capacities, strict=True)
+        return SeedBounds(seed, tuple(Bound(level, capacity, None) for level, capacity in pairs), len(jobs))
+    between = engine_seconds(case)
+
+    def missed(rate_per_s: float) -> float:
+        arrived = load.jobs(rate_per_s)
+        return missed_ratio_min(arrived, least_work_s(arrived, setting, factor), between, scored)
+
+    ceilings = [min(capacity, load.rate_max_per_s) for capacity in capacities]
+    clairvoyant = lowest_infeasible_per_s(missed, levels, ceilings, settings.bound_tolerance)
+    bounds = tuple(Bound(*three) for three in zip(levels, capacities, clairvoyant, strict=True))
+    return SeedBounds(seed, bounds, len(load.jobs(bounds[0].per_s)))
+
+
+def tune_policy(case: Case, policy: str, settings: LabSettings) -> Tuned:
+    """Its knobs and its limit, on the tuning seed."""
+    assert settings.tuning is not None
+    metric = settings.tuning_metric
+    load = _load(case, metric, case.tuning_seed)
+    kind, _, _ = parse(policy, case.scheduler_settings())
+    start_per_s = 0.5 * load.capacity_per_s
+    probe_of = _prober(case, metric, case.tuning_seed, load)
+    return tune(policy, kind.search, probe_of, start_per_s, settings.tuning)
+
+
+def score_seed(
+    case: Case,
+    policy: str,
+    seed: int,
+    settings: LabSettings,
+    start_per_s: float,
+    reference_per_s: float | None,
+) -> SeedScore:
+    """start_per_s: the first guess of the search, 0 for none. reference_per_s: a rate common to all."""
+    load = _load(case, settings.metric, seed)
+    probe = _prober(case, settings.metric, seed, load)(policy)
+    found = search(probe, start_per_s or 0.2 * load.capacity_per_s, settings.search)
+    points = () if reference_per_s is None else (probe(reference_per_s, 0.0),)
+    return SeedScore(seed, found, points)
+
+
+def fixed_seed(case: Case, policy: str, seed: int, settings: LabSettings) -> SeedScore:
+    load = _load(case, settings.metric, seed)
+    rates: tuple[float | None, ...] = case.rates_per_s or (None,)
+    points = tuple(run_point(case, policy, rate, seed, settings.metric, load=load) for rate in rates)
+    return SeedScore(seed, None, points)
+
+
+def _prober(case: Case, metric: MetricSettings, seed: int, load: Load) -> Callable[[str], Probe]:
+    def probe_of(policy: str) -> Probe:
+        def probe(rate_per_s: float, level: float) -> PointFigures:
+            return run_point(case, policy, rate_per_s, seed, metric, level=level, load=load)
+
+        return probe
+
+    return probe_of
+
+
+_loads: dict[tuple[str, MetricSettings, int], Load] = {}
+
+
+def _load(case: Case, metric: MetricSettings, seed: int) -> Load:
+    """Looked at once for all policies that a process runs."""
+    key = (repr(case), metric, seed)
+    if key not in _loads:
+        while len(_loads) >= LOADS_KEPT:
+            del _loads[next(iter(_loads))]
+        _loads[key] = Load(case, metric, seed)
+    return _loads[key]
