@@ -7,15 +7,14 @@ age and late targets are the scheduler's, since they need the passing of time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engines.types import DecodeMode
 from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec, Outcome, Reason, Reject, Request
 
 
-@dataclass(frozen=True, slots=True)
-class QueueLoad:
+class QueueLoad(NamedTuple):
     """What waits now, in all and in the long lane, and how fast it is being served (for the retry hint)."""
 
     requests: int

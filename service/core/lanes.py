@@ -8,7 +8,7 @@ cached; the queue of that lane is the request's from then on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from service.core.policy import Instance
 from service.core.settings import SchedulerSettings
@@ -24,13 +24,11 @@ def short_tokens_max(instance: Instance, history: int, settings: SchedulerSettin
 
 
 def classify(
-    request: Request, instances: Iterable[Instance], settings: SchedulerSettings, seq: int
+    request: Request, instances: Sequence[Instance], settings: SchedulerSettings, seq: int
 ) -> Tracked:
     """The live record of `request`. Without a target of its own it gets that of its lane:
     `ttft_target_short_s`, or for the long lane max(that, factor x predicted time alone + offset)."""
-    cached = {i: i.prefix.cached_tokens(request.block_hashes, request.prompt_tokens) for i in instances}
-    best = max(cached, key=lambda instance: cached[instance])
-    history = cached[best]
+    best, history = _most_cached(request, instances)
     new_tokens = request.prompt_tokens - history
     short = new_tokens <= short_tokens_max(best, history, settings)
     lane = Lane.SHORT if short else Lane.LONG
@@ -49,3 +47,12 @@ def classify(
         service_s=service_s,
         waiting_since_s=request.arrival_s,
     )
+
+
+def _most_cached(request: Request, instances: Sequence[Instance]) -> tuple[Instance, int]:
+    """The instance with most of the prompt cached, and how many tokens; the first of equals."""
+    if not request.block_hashes:
+        return instances[0], 0
+    cached = [i.prefix.cached_tokens(request.block_hashes, request.prompt_tokens) for i in instances]
+    most = max(cached)
+    return instances[cached.index(most)], most

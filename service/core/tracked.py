@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from service.core.lifecycle import REQUEST, RequestState, step
 from service.core.types import Lane, Request
@@ -19,6 +19,7 @@ class Tracked:
     target_s: absolute time by which the first token is due; inf without a target.
     service_s: predicted seconds of its whole prefill alone, at admission (for the latest useful start).
     waiting_since_s: arrival, or the end of its last pass; ageing counts from here.
+    request_id, kv_tokens_max: kept beside the request, because they are read many times a pass.
     """
 
     request: Request
@@ -33,10 +34,12 @@ class Tracked:
     generated: int = 0
     last_token_s: float = -math.inf
     failures: int = 0
+    request_id: str = field(init=False)
+    kv_tokens_max: int = field(init=False)  # KV tokens that the request may come to hold
 
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
+        self.kv_tokens_max = self.request.prompt_tokens + self.request.max_new_tokens
 
     @property
     def remaining(self) -> int:
@@ -54,10 +57,7 @@ class Tracked:
         """After this moment the target can't be met, even alone."""
         return self.target_s - self.service_s
 
-    @property
-    def kv_tokens_max(self) -> int:
-        """KV tokens that the request may come to hold."""
-        return self.request.prompt_tokens + self.request.max_new_tokens
-
     def move(self, state: RequestState) -> None:
-        self.state = step(REQUEST, self.state, state, f"request {self.request_id}")
+        if state not in REQUEST[self.state]:
+            step(REQUEST, self.state, state, f"request {self.request_id}")  # raises, and says which
+        self.state = state

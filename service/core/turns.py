@@ -66,7 +66,8 @@ class Turns:
         """Give the open instances their next passes; the earliest wait of those that took none."""
         for instance in self._touched.values():
             self._sort_in(instance, now_s)
-        self._begin_leads(now_s)
+        if self._leads:
+            self._begin_leads(now_s)
         if self._changed or now_s != self._asked_s:
             self._asked_s, self._changed = now_s, False
             self._answer = self._ask(now_s)
@@ -110,6 +111,8 @@ class Turns:
     # --- what they take ---
 
     def _ask(self, now_s: float) -> Wait | None:
+        if not self._open:
+            return None
         answer: Wait | None = None
         served: list[Instance] = []
         passed_over = False  # somebody took nothing so far
@@ -129,7 +132,7 @@ class Turns:
                 answer = wait
             if wait is not None and wait.everywhere:
                 break
-        for _, instance in sorted(self._touched.items()):
+        for _, instance in sorted(self._touched.items()) if self._touched else ():
             if instance.running is None and instance.decode.running:
                 self._choose(instance, now_s)
                 served.append(instance)
@@ -138,7 +141,8 @@ class Turns:
         return answer
 
     def _anything_waits(self) -> bool:
-        return any(self._policy.lane_load(lane)[0] for lane in Lane)
+        lane_load = self._policy.lane_load
+        return lane_load(Lane.SHORT)[0] > 0 or lane_load(Lane.LONG)[0] > 0
 
     def _choose(self, instance: Instance, start_s: float) -> Wait | None:
         """Start what comes next on a free instance; or say until when to wait."""
