@@ -9,6 +9,11 @@ sum_k n_k c_k, so the best first cut follows from a dynamic programme from the b
 c is the engine's cost after padding, so on a packed engine requests join while they ride nearly free, and on
 a rectangular one the cuts fall between lengths. The two strategies of the LAPS slides are special cases:
 `memory_first` cuts wherever the padded length changes, `latency_first` never cuts.
+
+The programme prices O(n^2) passes; with a row of running sums (`Pricer.row`) each takes constant time. A
+request joins for sure, without a look further back, where that delays those who wait by less than a pass of
+its own would: n (c(0..j+1) - c(0..j)) <= c(j..j+1). For moving it out of the later pass that holds it would
+save at least that much. So a short queue, and the part below the knee, costs O(n).
 """
 
 from __future__ import annotations
@@ -21,28 +26,29 @@ from engines.types import Layout
 from service.core.settings import Grouping
 
 Item = tuple[int, int]  # new tokens, history tokens
+Cost = Callable[[int, int], float]
 
 
-def first_group(
-    items: Sequence[Item], pass_s: Callable[[Sequence[Item]], float], requests_max: int, strategy: Grouping
-) -> int:
+def first_group(items: Sequence[Item], cost: Cost, requests_max: int, strategy: Grouping) -> int:
     """How many of the leading `items` form the first pass; at least 1 where the first fits at all, else 0.
 
-    `pass_s` gives inf for a pass that no profile takes.
+    `cost(start, end)`: seconds of a pass of that stretch, rising with it; inf where no profile takes it.
     """
-    if not items or math.isinf(pass_s(items[:1])):
+    if not items or math.isinf(cost(0, 1)):
         return 0
     if strategy is Grouping.LATENCY_FIRST:
-        return _longest_fitting(items, pass_s, requests_max)
+        return _longest_fitting(len(items), cost, requests_max)
     if strategy is Grouping.MEMORY_FIRST:
         same = 1
         while same < len(items) and _padded(items[same][0]) == _padded(items[0][0]):
             same += 1
-        return _longest_fitting(items[:same], pass_s, requests_max)
-    return _cheapest_cut(items, pass_s, requests_max)
+        return _longest_fitting(same, cost, requests_max)
+    unfit = (index for index in range(len(items)) if math.isinf(cost(index, index + 1)))
+    count = next(unfit, len(items))  # what fits no pass ends the row: the rest is split as if it ended there
+    return _cheapest_cut(count, cost, requests_max)
 
 
-def ordered_for(profiles: Profiles, items: Sequence[tuple[int, int]]) -> list[int]:
+def ordered_for(profiles: Profiles, items: Sequence[Item]) -> list[int]:
     """Indices of `items` in the order in which groups are cut: by length where rows are padded."""
     indices = list(range(len(items)))
     if profiles.layout is Layout.RECTANGULAR:
@@ -50,29 +56,41 @@ def ordered_for(profiles: Profiles, items: Sequence[tuple[int, int]]) -> list[in
     return indices
 
 
-def _cheapest_cut(items: Sequence[Item], pass_s: Callable[[Sequence[Item]], float], requests_max: int) -> int:
-    unfit = (index for index in range(len(items)) if math.isinf(pass_s(items[index : index + 1])))
-    count = next(unfit, len(items))  # what fits no pass ends the row: the rest is split as if it ended there
+def _cheapest_cut(count: int, cost: Cost, requests_max: int) -> int:
+    sure = _surely_together(count, cost, requests_max)
+    if sure == min(count, requests_max):
+        return sure
     best = [0.0] * (count + 1)
-    cut = [0] * count
+    end_of_lowest = count
     for start in range(count - 1, -1, -1):
-        lowest, end_of_lowest = math.inf, start + 1
-        for end in range(start + 1, min(count, start + requests_max) + 1):
-            cost_s = pass_s(items[start:end])
-            if math.isinf(cost_s) or (count - start) * cost_s > lowest:
+        if 0 < start < sure:
+            continue  # no cut falls there
+        waiting, lowest = count - start, math.inf
+        for end in range(start + 1 if start else sure, min(count, start + requests_max) + 1):
+            ahead_s = waiting * cost(start, end)
+            if ahead_s > lowest or math.isinf(ahead_s):
                 break  # a larger group costs no less, so none beyond this is better
-            total = (count - start) * cost_s + best[end]
+            total = ahead_s + best[end]
             if total <= lowest:  # on a tie the larger group: it leaves less for later
                 lowest, end_of_lowest = total, end
-        best[start], cut[start] = lowest, end_of_lowest
-    return cut[0]
+        best[start] = lowest
+    return end_of_lowest
 
 
-def _longest_fitting(
-    items: Sequence[Item], pass_s: Callable[[Sequence[Item]], float], requests_max: int
-) -> int:
-    size = min(len(items), requests_max)
-    while size > 1 and math.isinf(pass_s(items[:size])):
+def _surely_together(count: int, cost: Cost, requests_max: int) -> int:
+    """How many lead together in some best partition (see the module text)."""
+    size, size_s = 1, cost(0, 1)
+    while size < min(count, requests_max):
+        larger_s = cost(0, size + 1)
+        if not count * (larger_s - size_s) <= cost(size, size + 1):
+            break
+        size, size_s = size + 1, larger_s
+    return size
+
+
+def _longest_fitting(count: int, cost: Cost, requests_max: int) -> int:
+    size = min(count, requests_max)
+    while size > 1 and math.isinf(cost(0, size)):
         size -= 1
     return size
 

@@ -4,6 +4,10 @@ Requests that can still meet their target come first, by priority and then deadl
 by priority and then least remaining work, since among those only the mean counts. Ageing over all: whoever
 waited past the bound leads, oldest first, so that no order can starve anybody.
 
+A lane has one row for those that any instance may take, and one for each instance that some of them are for:
+because their KV lives there, or because they wait for it (`placement`). An instance sees its own row merged
+with the common one, so what waits for others costs it nothing.
+
 All moves are amortised O(log n); reading the first k is O(k).
 """
 
@@ -21,54 +25,156 @@ from service.core.tracked import Tracked
 SWEEP_MIN = 256  # entries; below this a sweep is not worth its time
 
 
+def _feasible_key(tracked: Tracked) -> tuple[int, float, int]:
+    return -tracked.request.priority, tracked.target_s, tracked.seq
+
+
+def _hopeless_key(tracked: Tracked) -> tuple[int, int, int]:
+    return -tracked.request.priority, tracked.remaining, tracked.seq
+
+
+def _age_key(tracked: Tracked) -> tuple[float, int]:
+    return tracked.waiting_since_s, tracked.seq
+
+
+class _Row:
+    """Those of a lane that are for one instance, or for any."""
+
+    __slots__ = ("by_age", "feasible", "hopeless")
+
+    def __init__(self) -> None:
+        self.feasible: SortedKeyList = SortedKeyList(key=_feasible_key)
+        self.hopeless: SortedKeyList = SortedKeyList(key=_hopeless_key)
+        self.by_age: SortedDict = SortedDict()  # (waiting_since_s, seq) -> request
+
+
 class LaneQueue:
-    """Waiting requests of one lane in service order. Ties fall by arrival."""
+    """Waiting requests of one lane in service order. Ties fall by arrival.
+
+    `place` is an instance id, or None for any instance: where a request waits, and whose view is asked for.
+    """
 
     def __init__(self, age_bound_s: float) -> None:
         self._age_bound_s = age_bound_s
-        self._feasible: SortedKeyList = SortedKeyList(key=lambda t: (-t.request.priority, t.target_s, t.seq))
-        self._hopeless: SortedKeyList = SortedKeyList(key=lambda t: (-t.request.priority, t.remaining, t.seq))
-        self._by_age: SortedDict = SortedDict()  # (waiting_since_s, seq) -> request
+        self._rows: dict[str | None, _Row] = {None: _Row()}
         self._latest_start: list[tuple[float, int, Tracked]] = []  # heap; leavers are dropped lazily
         self._sweep_at = SWEEP_MIN
-        self._place: dict[str, tuple[SortedKeyList, tuple[float, int]]] = {}
+        self._row_of: dict[str, str | None] = {}
+        self._hopeless: set[str] = set()
         self.tokens = 0  # remaining prompt tokens of all
 
     def __len__(self) -> int:
-        return len(self._place)
+        return len(self._row_of)
 
     def __contains__(self, tracked: Tracked) -> bool:
-        return tracked.request_id in self._place
+        return tracked.request_id in self._row_of
 
-    def add(self, tracked: Tracked) -> None:
+    def add(self, tracked: Tracked, place: str | None = None) -> None:
         """A request's sort keys must not change while it is in the queue: remove, change, add."""
-        age = (tracked.waiting_since_s, tracked.seq)
-        self._feasible.add(tracked)
-        self._by_age[age] = tracked
-        self._place[tracked.request_id] = (self._feasible, age)
+        row = self._rows.get(place)
+        if row is None:
+            row = self._rows[place] = _Row()
+        row.feasible.add(tracked)
+        row.by_age[_age_key(tracked)] = tracked
+        self._row_of[tracked.request_id] = place
         if math.isfinite(tracked.target_s):
             self._watch(tracked)
         self.tokens += tracked.remaining
 
     def remove(self, tracked: Tracked) -> None:
-        where, age = self._place.pop(tracked.request_id)
-        where.remove(tracked)
-        del self._by_age[age]
+        self._take_out(tracked)
+        self._hopeless.discard(tracked.request_id)
         self.tokens -= tracked.remaining
+
+    def move(self, tracked: Tracked, place: str | None) -> None:
+        """Let a waiting request wait for another instance, or for any."""
+        self._take_out(tracked)
+        row = self._rows.get(place)
+        if row is None:
+            row = self._rows[place] = _Row()
+        (row.hopeless if tracked.request_id in self._hopeless else row.feasible).add(tracked)
+        row.by_age[_age_key(tracked)] = tracked
+        self._row_of[tracked.request_id] = place
 
     def demote(self, now_s: float) -> list[Tracked]:
         """Move those whose latest useful start has passed to the hopeless; returns them."""
         moved: list[Tracked] = []
         while self._latest_start and self._latest_start[0][0] < now_s:
             _, _, tracked = heapq.heappop(self._latest_start)
-            place = self._place.get(tracked.request_id)
-            if place is None or place[0] is not self._feasible or tracked.latest_start_s >= now_s:
+            waits = tracked.request_id in self._row_of and tracked.request_id not in self._hopeless
+            if not waits or tracked.latest_start_s >= now_s:
                 continue
-            self._feasible.remove(tracked)
-            self._hopeless.add(tracked)
-            self._place[tracked.request_id] = (self._hopeless, place[1])
+            row = self._rows[self._row_of[tracked.request_id]]
+            row.feasible.remove(tracked)
+            row.hopeless.add(tracked)
+            self._hopeless.add(tracked.request_id)
             moved.append(tracked)
         return moved
+
+    def aged(self, now_s: float, place: str | None = None) -> Iterator[Tracked]:
+        """Those for `place` or any instance that waited past the bound, oldest first."""
+        views = [self._aged(row, now_s) for row in self._seen_from(place)]
+        return views[0] if len(views) == 1 else heapq.merge(*views, key=_age_key)
+
+    def in_order(self, now_s: float, place: str | None = None) -> Iterator[Tracked]:
+        """Those for `place` or any instance in service order; demote first."""
+        led: set[str] = set()
+        for tracked in self.aged(now_s, place):
+            led.add(tracked.request_id)
+            yield tracked
+        rows = self._seen_from(place)
+        if len(rows) == 1:
+            rest = chain(rows[0].feasible, rows[0].hopeless)
+        else:
+            rest = chain(
+                heapq.merge(*(row.feasible for row in rows), key=_feasible_key),
+                heapq.merge(*(row.hopeless for row in rows), key=_hopeless_key),
+            )
+        for tracked in rest:
+            if tracked.request_id not in led:
+                yield tracked
+
+    def everyone(self) -> Iterator[Tracked]:
+        return chain.from_iterable(row.by_age.values() for row in self._rows.values())
+
+    def only_for(self, place: str) -> Iterator[Tracked]:
+        """Those that wait for this instance, oldest first."""
+        row = self._rows.get(place)
+        return iter(row.by_age.values()) if row is not None else iter(())
+
+    def waits_for(self, place: str) -> bool:
+        """Whether anybody waits whom this instance may take."""
+        return place in self._rows or bool(self._rows[None].by_age)
+
+    def waits_for_any(self) -> bool:
+        """Whether anybody waits whom every instance may take."""
+        return bool(self._rows[None].by_age)
+
+    def is_feasible(self, tracked: Tracked) -> bool:
+        return tracked.request_id not in self._hopeless
+
+    def oldest_wait_s(self, now_s: float, place: str | None = None) -> float:
+        """How long the longest waiter for `place` or any instance has waited; 0 when there is none."""
+        heads = (row.by_age.peekitem(0)[0][0] for row in self._seen_from(place) if row.by_age)
+        return now_s - min(heads, default=now_s)
+
+    def _seen_from(self, place: str | None) -> list[_Row]:
+        own = self._rows.get(place) if place is not None else None
+        return [self._rows[None]] if own is None else [self._rows[None], own]
+
+    def _aged(self, row: _Row, now_s: float) -> Iterator[Tracked]:
+        for (since_s, _), tracked in row.by_age.items():
+            if now_s - since_s < self._age_bound_s:
+                return
+            yield tracked
+
+    def _take_out(self, tracked: Tracked) -> None:
+        place = self._row_of.pop(tracked.request_id)
+        row = self._rows[place]
+        (row.hopeless if tracked.request_id in self._hopeless else row.feasible).remove(tracked)
+        del row.by_age[_age_key(tracked)]
+        if place is not None and not row.by_age:
+            del self._rows[place]
 
     def _watch(self, tracked: Tracked) -> None:
         """Note its latest start; when the heap has doubled, entries that are moot are swept out."""
@@ -77,30 +183,3 @@ class LaneQueue:
             self._latest_start = sorted(set(true))  # a sorted list is a heap
             self._sweep_at = max(SWEEP_MIN, 2 * len(self._latest_start))
         heapq.heappush(self._latest_start, (tracked.latest_start_s, tracked.seq, tracked))
-
-    def aged(self, now_s: float) -> Iterator[Tracked]:
-        """Those that waited past the bound, oldest first."""
-        for (since_s, _), tracked in self._by_age.items():
-            if now_s - since_s < self._age_bound_s:
-                return
-            yield tracked
-
-    def in_order(self, now_s: float) -> Iterator[Tracked]:
-        """Everybody in service order; demote first."""
-        led: set[str] = set()
-        for tracked in self.aged(now_s):
-            led.add(tracked.request_id)
-            yield tracked
-        for tracked in chain(self._feasible, self._hopeless):
-            if tracked.request_id not in led:
-                yield tracked
-
-    def everyone(self) -> Iterator[Tracked]:
-        return iter(self._by_age.values())
-
-    def is_feasible(self, tracked: Tracked) -> bool:
-        return self._place[tracked.request_id][0] is self._feasible
-
-    def oldest_wait_s(self, now_s: float) -> float:
-        """How long the longest waiter has waited; 0 when empty."""
-        return now_s - self._by_age.peekitem(0)[0][0] if self._by_age else 0.0

@@ -46,6 +46,7 @@ class SchedulerSettings:
     grouping: Grouping = Grouping.AUTO
     group_requests_max: int = 24  # requests that one grouping decision looks at
     long_chunk_s_max: float = 0.15  # a pass with long tokens blocks arriving shorts at most this long
+    spill_chunk_s_max: float = 0.05  # the same for long tokens on an instance that prefers shorts
     partial_requests_max: int = 4  # long requests that hold KV between chunks, per instance
     age_bound_s: float = 5.0  # a request without progress this long leads a pass, oldest first
     budget_tokens: int = 2048  # token-budget policies (fcfs): tokens of one pass, SGLang's order of size
@@ -65,6 +66,7 @@ class SchedulerSettings:
 
     def __post_init__(self) -> None:
         positive = {"ttft_target_short_s", "group_requests_max", "long_chunk_s_max", "age_bound_s"}
+        positive |= {"spill_chunk_s_max"}
         positive |= {"budget_tokens", "itl_bound_s", "queue_requests_max", "queue_tokens_max"}
         positive |= {"queue_age_s_max", "partial_requests_max"}
         for item in fields(self):

@@ -57,6 +57,7 @@ class Reason(StrEnum):
     # wait
     WAITING_FOR_DEPTH = "waiting_for_depth"
     WAITING_FOR_KV = "waiting_for_kv"
+    WAITING_FOR_INSTANCE = "waiting_for_instance"  # another one is predicted to be better
     STAGE_LATER = "stage_later"  # the running pass still has longer than the staging lead
     # revoke
     URGENT_ARRIVAL = "urgent_arrival"

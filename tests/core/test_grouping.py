@@ -11,7 +11,8 @@ from helpers import CLASSED, CPU_COST, GPU_COST, PACKED, RECTANGULAR
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.core.grouping import Item, first_group, ordered_for
+from service.core import grouping
+from service.core.grouping import Item, ordered_for
 from service.core.pricing import Pricer
 from service.core.settings import Grouping
 
@@ -22,6 +23,11 @@ PRICERS = {
     "classed": Pricer(CPU_COST, CLASSED),
     "rectangular": Pricer(GPU_COST, RECTANGULAR),
 }
+
+
+def first_group(items: Sequence[Item], pass_s: PassS, requests_max: int, strategy: Grouping) -> int:
+    """The cut for passes priced by their items."""
+    return grouping.first_group(items, lambda a, b: pass_s(items[a:b]), requests_max, strategy)
 
 
 def completion_sum(items: Sequence[Item], sizes: Sequence[int], pass_s: PassS) -> float:

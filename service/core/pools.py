@@ -1,0 +1,102 @@
+"""Roles as a preference: which instances serve a lane, and when the next of them is free.
+
+An SP instance prefers shorts, an LP instance longs, a MIXED one takes both. A pool here is what serves a
+lane: its own role and the mixed. One look at all instances tells both pools; it is taken at most once a
+turn, and only when an instance that is free asks about other instances. Where all are mixed nobody asks.
+
+When a busy instance is free is predicted from its passes. One that runs longer than predicted is expected to
+need as long again as it is late, so that nobody waits for ever for an instance that hangs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from service.core.policy import Instance
+from service.core.types import Lane, Role
+
+OWN_LANE = {Role.SP: Lane.SHORT, Role.LP: Lane.LONG}
+
+
+def serves(instance: Instance, lane: Lane) -> bool:
+    """Whether the lane is one that the instance prefers."""
+    return OWN_LANE.get(instance.role, lane) is lane
+
+
+def free_s(instance: Instance, now_s: float) -> float:
+    """When the instance is predicted to be free (see the module text); `now_s` where it is idle."""
+    flight = instance.running
+    if flight is None:
+        return now_s
+    end_s = flight.end_s if flight.end_s > now_s else now_s + (now_s - flight.end_s)
+    return end_s + (instance.staged.predicted_s if instance.staged is not None else 0.0)
+
+
+@dataclass(slots=True)
+class Pool:
+    """What serves a lane, as seen at the begin of a turn."""
+
+    instances: int = 0
+    _idle: list[Instance] = field(default_factory=list)
+    _busy_until_s: float = math.inf
+
+    def add(self, instance: Instance, now_s: float) -> None:
+        self.instances += 1
+        self._note(instance, now_s)
+
+    def idle_beside(self, instance: Instance) -> Iterator[Instance]:
+        """Others that are idle still: passes may have been sent since the look."""
+        return (other for other in self._idle if other is not instance and other.running is None)
+
+    def busy_until_s(self, now_s: float) -> float:
+        """When the first of the busy ones is free; inf where none is busy."""
+        idle, self._idle = self._idle, []
+        for instance in idle:
+            self._note(instance, now_s)
+        return self._busy_until_s
+
+    def _note(self, instance: Instance, now_s: float) -> None:
+        if instance.running is None:
+            self._idle.append(instance)
+        else:
+            self._busy_until_s = min(self._busy_until_s, free_s(instance, now_s))
+
+
+class Pools:
+    def __init__(self) -> None:
+        self._instances: dict[str, Instance] = {}
+        self._seen: dict[Lane, Pool] | None = None
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def get(self, instance_id: str) -> Instance | None:
+        return self._instances.get(instance_id)
+
+    def add(self, instance: Instance) -> None:
+        self._instances[instance.instance_id] = instance
+        self._seen = None
+
+    def remove(self, instance: Instance) -> None:
+        self._instances.pop(instance.instance_id, None)
+        self._seen = None
+
+    def new_turn(self) -> None:
+        """Something may have happened: what was seen is old."""
+        self._seen = None
+
+    def of(self, lane: Lane, now_s: float) -> Pool:
+        """The pool of a lane as it is this turn."""
+        if self._seen is None:
+            self._seen = self._look(now_s)
+        return self._seen[lane]
+
+    def _look(self, now_s: float) -> dict[Lane, Pool]:
+        pools = {lane: Pool() for lane in Lane}
+        for instance in self._instances.values():
+            own = OWN_LANE.get(instance.role)
+            for pool in pools.values() if own is None else (pools[own],):
+                pool.add(instance, now_s)
+        return pools

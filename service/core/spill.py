@@ -1,0 +1,116 @@
+"""When an instance takes requests of the lane that it does not prefer.
+
+A role is a preference, not a wall, so this is decided by predicted cost, each time the instance is free. With
+`start` the predicted moment at which the own pool of a request gets to it (the first of the pool to be free,
+and the tokens ahead of it shared by the pool), an instance of the other role takes the request
+
+* if its own pool has no instance;
+* if it would miss its target by waiting until `start`, and meets it here;
+* if nothing of the instance's own lane waits, and what the visitors gain is more than what newcomers of the
+  own lane lose. The gain is the time by which the request ends sooner here, and for each of the n behind it
+  its work off their queue; the loss is half the blocked time for every newcomer that no idle instance takes:
+
+      start + time - (now + time here)  +  n work / k   >   1/2 b max(0, r b - idle)
+
+  where b is how long the pass blocks the instance, r the rate of the own lane, k the instances of the pool.
+  A long prompt runs in short chunks here and shorts go between them, so its time here is stretched by what
+  the shorts take.
+
+And never while an instance of its own pool is idle and has room: whichever instance is asked first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import islice
+
+from service.core.order import LaneQueue
+from service.core.policy import Instance
+from service.core.pools import OWN_LANE, Pool, Pools, serves
+from service.core.settings import SchedulerSettings
+from service.core.tracked import Tracked
+from service.core.types import Lane
+from service.core.wait_depth import RateEstimator
+
+LOOKED_AT = 24  # requests of the other lane in one plan
+TICK_S = 0.001  # not asked again sooner
+LOAD_MAX = 0.95  # of the own lane, in the stretch of a visitor's time
+
+
+class Spill:
+    def __init__(self, settings: SchedulerSettings, lanes: Mapping[Lane, LaneQueue], pools: Pools) -> None:
+        self._settings = settings
+        self._lanes = lanes
+        self._pools = pools
+        self._rates = {lane: RateEstimator() for lane in Lane}
+
+    def arrived(self, tracked: Tracked, now_s: float) -> None:
+        self._rates[tracked.lane].add(tracked.remaining, now_s)
+
+    def taken(self, instance: Instance, lane: Lane, now_s: float) -> Iterator[Tracked]:
+        """Those of `lane`, not that of the instance, that it may take now, in order."""
+        waiting = self._lanes[lane]
+        if not waiting.waits_for_any():
+            return
+        pool = self._pools.of(lane, now_s)
+        if pool.instances == 0:
+            yield from waiting.in_order(now_s)
+            return
+        own_waits = self._lanes[OWN_LANE[instance.role]].waits_for(instance.instance_id)
+        per_token_s = 1.0 / instance.tokens_per_s
+        ahead_tokens, behind = 0, len(waiting)
+        for tracked in islice(waiting.in_order(now_s), LOOKED_AT):
+            if self._idle_with_room(pool, instance, tracked):
+                return
+            behind -= 1
+            start_s = pool.busy_until_s(now_s) + ahead_tokens * per_token_s / pool.instances
+            if self._pays(instance, tracked, start_s, pool, behind, now_s, own_waits=own_waits):
+                yield tracked
+            else:
+                ahead_tokens += tracked.remaining
+
+    def next_s(self, instance: Instance, now_s: float) -> float:
+        """When to ask again about what was not taken, if nothing happens before; inf: nothing waits."""
+        other = [lane for lane in Lane if not serves(instance, lane) and self._lanes[lane].waits_for_any()]
+        if not other:
+            return math.inf
+        free_s = self._pools.of(other[0], now_s).busy_until_s(now_s)
+        aged_s = now_s - self._lanes[other[0]].oldest_wait_s(now_s) + self._settings.age_bound_s
+        again_s = min(free_s, aged_s) if aged_s > now_s else free_s
+        return max(now_s + TICK_S, again_s)
+
+    def _idle_with_room(self, pool: Pool, instance: Instance, tracked: Tracked) -> bool:
+        return any(
+            other.may_take(tracked) and other.kv.fits(tracked.kv_tokens_max)
+            for other in pool.idle_beside(instance)
+        )
+
+    def _pays(
+        self,
+        instance: Instance,
+        tracked: Tracked,
+        start_s: float,
+        pool: Pool,
+        behind: int,
+        now_s: float,
+        *,
+        own_waits: bool,
+    ) -> bool:
+        here_s = instance.pricer.request_s(*instance.item_of(tracked))
+        end_there_s = start_s + tracked.service_s + self._settings.safety_s
+        if now_s + here_s <= tracked.target_s < end_there_s:
+            return True
+        if own_waits:
+            return False
+        own = OWN_LANE[instance.role]
+        own_pool, rate = self._pools.of(own, now_s), self._rates[own]
+        block_s = here_s
+        if own is Lane.SHORT:
+            block_s = min(here_s, self._settings.spill_chunk_s_max)
+            load = rate.tokens_per_s(now_s) / (instance.tokens_per_s * max(1, own_pool.instances))
+            here_s /= 1.0 - min(LOAD_MAX, load)
+        idle = sum(1 for _ in own_pool.idle_beside(instance))
+        gain_s = end_there_s - (now_s + here_s) + behind * tracked.service_s / pool.instances
+        newcomers = rate.requests_per_s(now_s) * block_s - idle
+        return gain_s > 0.5 * block_s * max(0.0, newcomers)
