@@ -8,13 +8,14 @@ it is.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
-from engines.types import PassKind
+from engines.profiles import Profiles
+from engines.types import Capabilities, PassKind
 from service.core.policy import InFlight, Instance, PassPlan, Plan, PrefillPolicy
 from service.core.tracked import Tracked
 from service.core.types import Lane
@@ -59,6 +60,10 @@ def _tokens(flight: InFlight | None) -> int:
     return flight.pass_.tokens if flight is not None and flight.pass_.kind is PassKind.PREFILL else 0
 
 
+def _kind(station: Station) -> tuple[Capabilities, Profiles]:
+    return station.instance.spec.capabilities, station.instance.spec.profiles
+
+
 class Router(Protocol):
     """Where a request goes. `choose` is called once per placement; `stations` is not empty and in the order
     in which they came up. `joined` and `left` follow the fleet."""
@@ -81,16 +86,18 @@ class Routed:
         self._sent_to: dict[str, Station] = {}  # request of a recent pass -> where it ran
         self._unplaced: dict[str, Tracked] = {}  # no instance may take them now
         self._load = {lane: [0, 0] for lane in Lane}  # requests, prompt tokens
-        self._alike = True  # whether all instances take the same requests
+        self._up: list[Station] = []  # the same, in a list
+        self._kinds: Counter[tuple[Capabilities, Profiles]] = Counter()  # one kind takes the same requests
 
     # --- the fleet ---
 
     def instance_up(self, instance: Instance, now_s: float) -> None:
         station = Station(instance, self._make_local())
         self._stations[instance.instance_id] = station
+        self._up.append(station)
+        self._kinds[_kind(station)] += 1
         station.policy.instance_up(instance, now_s)
         self._router.joined(station)
-        self._compare()
         stranded = sorted(self._unplaced.values(), key=lambda t: t.seq)
         self._unplaced.clear()
         for tracked in stranded:
@@ -98,8 +105,9 @@ class Routed:
 
     def instance_down(self, instance: Instance, now_s: float) -> None:
         station = self._stations.pop(instance.instance_id)
+        self._up.remove(station)
+        self._kinds -= Counter([_kind(station)])
         self._router.left(station)
-        self._compare()
         while station.sent:
             self._forget_oldest_pass(station)
         stranded = sorted(station.policy.waiting(), key=lambda t: t.seq)
@@ -109,10 +117,6 @@ class Routed:
                 self._place(tracked, now_s, arrival=True)
             else:  # the scheduler takes it back next
                 self._unplaced[tracked.request_id] = tracked
-
-    def _compare(self) -> None:
-        limits = {(s.instance.spec.capabilities, s.instance.spec.profiles) for s in self._stations.values()}
-        self._alike = len(limits) <= 1
 
     # --- the queues ---
 
@@ -175,9 +179,9 @@ class Routed:
         return self._sent_to.get(tracked.request_id) if tracked.failures == 0 else None
 
     def _routed(self, tracked: Tracked, now_s: float) -> Station | None:
-        stations = list(self._stations.values())
-        if not self._alike:
-            stations = [s for s in stations if s.instance.may_take(tracked)]
+        stations = self._up
+        if len(self._kinds) > 1:
+            stations = [station for station in stations if station.instance.may_take(tracked)]
         elif stations and not stations[0].instance.may_take(tracked):
             return None
         return self._router.choose(tracked, stations, now_s) if stations else None

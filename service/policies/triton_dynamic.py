@@ -66,7 +66,7 @@ class TritonDynamicPolicy(CentralPolicy):
             if builder.full or ended:
                 break
             offer = builder.offer(tracked, cut=not builder.items)
-            ended = offer is Offer.NO_SPACE or (offer is Offer.ADDED and self._is_cut(builder))
+            ended = offer is Offer.NO_SPACE or (offer is Offer.ADDED and builder.items[-1].is_part)
         if builder.items:
             size = self._size(builder, ended or builder.full or gate.refused_any, now_s)
             if size == 0:
@@ -74,10 +74,6 @@ class TritonDynamicPolicy(CentralPolicy):
                 return Wait(oldest_s + self._knobs.max_queue_delay_s, Reason.WAITING_FOR_DEPTH)
             del builder.items[size:]
         return builder.plan(self._waiting, Reason.BUDGET_FILLED)
-
-    def _is_cut(self, builder: PassBuilder) -> bool:
-        item = builder.items[-1]
-        return item.new_tokens + item.history < item.tracked.request.prompt_tokens
 
     def _size(self, builder: PassBuilder, can_not_grow: bool, now_s: float) -> int:
         """How many of the batch go now; 0: it waits to grow."""
