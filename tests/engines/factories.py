@@ -28,23 +28,39 @@ _T_CLASSES = (8, 16, 32, 64)
 _COST = CostModel(1e-5, 1e-5, 1e-9, 1e-6, 0.0, 1e-8, origin="made up: quick to sleep through")
 
 
-def simulated(profiles: Profiles) -> Engine:
+def simulated(
+    profiles: Profiles,
+    *,
+    chunking: Chunking = Chunking.EXTERNAL,
+    decode: DecodeMode = DecodeMode.ALTERNATES,
+    layer_blocks_max: int = 1,
+) -> Engine:
     capabilities = Capabilities(
         layout=profiles.layout,
         padding=profiles.padding,
-        chunking=Chunking.EXTERNAL,
-        merges_lanes=False,
-        decode=DecodeMode.ALTERNATES,
+        chunking=chunking,
+        merges_lanes=chunking is Chunking.PREFIX_REUSE,
+        decode=decode,
         requests_max=4,
         context_tokens_max=192,
         block_tokens=8,
         kv_blocks_total=24,
+        layer_blocks_max=layer_blocks_max,
     )
     return SimulatedEngine(SimulatedModel(capabilities, profiles, _COST), sleep=lambda seconds: None)
 
 
 def packed_unpadded(directory: Path) -> Engine:
     return simulated(Profiles(Layout.PACKED, Padding.NOTHING, _T_CLASSES))
+
+
+def packed_in_layer_blocks(directory: Path) -> Engine:
+    return simulated(Profiles(Layout.PACKED, Padding.NOTHING, _T_CLASSES), layer_blocks_max=4)
+
+
+def trtllm_like(directory: Path) -> Engine:
+    profiles = Profiles(Layout.PACKED, Padding.NOTHING, _T_CLASSES)
+    return simulated(profiles, chunking=Chunking.PREFIX_REUSE, decode=DecodeMode.BESIDE)
 
 
 def packed_classes(directory: Path) -> Engine:
@@ -106,6 +122,8 @@ def _write_tiny_model(path: Path) -> None:
 
 FACTORIES: Mapping[str, Callable[[Path], Engine]] = {
     "packed_unpadded": packed_unpadded,
+    "packed_in_layer_blocks": packed_in_layer_blocks,
+    "trtllm_like": trtllm_like,
     "packed_classes": packed_classes,
     "rectangular_cells": rectangular_cells,
     "rectangular_classes": rectangular_classes,
@@ -120,6 +138,19 @@ def prompt(tokens: int, family: int = 0) -> tuple[int, ...]:
 
 def asked(request_id: str, tokens: int, max_new_tokens: int = 1, family: int = 0) -> EngineRequest:
     return EngineRequest(request_id, prompt(tokens, family), max_new_tokens, Sampling(ignore_eos=True))
+
+
+def parts_are_requests(engine: Engine) -> bool:
+    """Whether a part of a prompt that does not end it must end with a block."""
+    return engine.capabilities.chunking is Chunking.PREFIX_REUSE
+
+
+def part_tokens(engine: Engine, tokens: int, history: int, prompt_tokens: int) -> int:
+    """About `tokens` new tokens after `history`, as the engine takes them."""
+    end, block = history + tokens, engine.capabilities.block_tokens
+    if parts_are_requests(engine) and end < prompt_tokens:
+        end = max(end // block, history // block + 1) * block
+    return min(end, prompt_tokens) - history
 
 
 def held_blocks(engine: Engine) -> int:

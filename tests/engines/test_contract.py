@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 import pytest
-from factories import asked, held_blocks
+from factories import asked, held_blocks, part_tokens, parts_are_requests
 
 from engines.base import Engine, EngineError
 from engines.types import EngineRequest, FinishReason, ItemResult, Pass, PassItem, PassKind, PassResult
@@ -46,11 +46,25 @@ def generate(engine: Engine, request: EngineRequest, chunk: int = 64) -> tuple[l
         if results and results[-1].token is not None:
             result = decode(engine, (request.request_id, position))
         else:
-            new = min(chunk, len(request.token_ids) - position)
+            new = part_tokens(engine, chunk, position, len(request.token_ids))
             result = prefill(engine, (request.request_id, new, position))
         results.append(result.items[0])
         position = results[-1].position
     return [r.token for r in results if r.token is not None], results
+
+
+def fill(engine: Engine, blocks: int) -> list[str]:
+    """Hold so many blocks by requests that wait to decode; a few more tokens of each have room in them."""
+    limits, fillers = engine.capabilities, []
+    while blocks > 0:
+        size = min(blocks, limits.context_tokens_max // limits.block_tokens)
+        name, tokens = f"filler{len(fillers)}", size * limits.block_tokens - 4
+        engine.submit(asked(name, tokens, max_new_tokens=4, family=len(fillers)))
+        for start in range(0, tokens, 64):
+            prefill(engine, (name, min(64, tokens - start), start))
+        fillers.append(name)
+        blocks -= size
+    return fillers
 
 
 # --- what it says of itself ---
@@ -128,18 +142,19 @@ def test_a_block_is_reusable_when_it_is_full_and_not_before(engine: Engine) -> N
     block = engine.capabilities.block_tokens
     engine.submit(asked("begun", 3 * block))
     prefill(engine, ("begun", block, 0))
-    prefill(engine, ("begun", 3, block))
-    engine.submit(asked("second", 3 * block))
-    assert prefill(engine, ("second", 1, 0)).items[0].reused == block
+    if not parts_are_requests(engine):
+        prefill(engine, ("begun", 3, block))
     assert len([value for event in engine.kv_events() for value in event.block_hashes]) == 1
+    engine.submit(asked("second", 3 * block))
+    assert prefill(engine, ("second", block, block)).items[0].reused == block
 
 
 def test_the_budget_counts_from_what_is_cached(engine: Engine) -> None:
     block = engine.capabilities.block_tokens
     generate(engine, asked("first", 2 * block + 5))
-    engine.submit(asked("second", 2 * block + 5))
-    result = prefill(engine, ("second", 3, 0)).items[0]
-    assert (result.reused, result.computed, result.position) == (2 * block, 3, 2 * block + 3)
+    engine.submit(asked("second", 3 * block + 5))
+    result = prefill(engine, ("second", block, 0)).items[0]
+    assert (result.reused, result.computed, result.position) == (2 * block, block, 3 * block)
 
 
 def test_a_budget_beyond_the_prompt_stops_at_the_prompt(engine: Engine) -> None:
@@ -175,7 +190,7 @@ def test_cancel_frees_everything_in_every_phase(engine: Engine, phase: str) -> N
     if phase != "unknown":
         engine.submit(asked("r", 30, 8))
     if phase == "partial":
-        prefill(engine, ("r", 10, 0))
+        prefill(engine, ("r", part_tokens(engine, 10, 0, 30), 0))
     if phase in ("prefilled", "decoding"):
         prefill(engine, ("r", 30, 0))
     if phase == "decoding":
@@ -221,6 +236,37 @@ BAD_PASSES = {
 }
 
 
+BAD_LAYER_BLOCKS = {
+    "more than it has": lambda most: (0, most + 1),
+    "none at all": lambda most: (0, 0),
+    "before the first": lambda most: (-1, 1),
+    "after the last": lambda most: (1, 1),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD_LAYER_BLOCKS))
+def test_a_bad_group_of_layers_is_refused(engine: Engine, case: str) -> None:
+    engine.submit(asked("r", 5))
+    before = engine.stats()
+    block, blocks = BAD_LAYER_BLOCKS[case](engine.capabilities.layer_blocks_max)
+    with pytest.raises(ValueError, match="layer_block"):
+        engine.execute(Pass(next(_pass_ids), PassKind.PREFILL, (PassItem("r", 5, 0),), block, blocks))
+    assert engine.stats() == before
+
+
+def test_a_part_ends_with_a_block_where_it_is_a_request_of_its_own(engine: Engine) -> None:
+    if not parts_are_requests(engine):
+        pytest.skip("parts are no requests of their own here")
+    block = engine.capabilities.block_tokens
+    engine.submit(asked("r", 2 * block + 3))
+    for tokens in (1, block - 1, block + 1, 2 * block + 2):
+        with pytest.raises(ValueError, match="end it with a block"):
+            prefill(engine, ("r", tokens, 0))
+    assert prefill(engine, ("r", block, 0)).items[0].position == block
+    assert held_blocks(engine) == 0  # what is between two requests is nobody's
+    assert prefill(engine, ("r", block + 3, block)).items[0].finish is not None
+
+
 @pytest.mark.parametrize("case", list(BAD_PASSES))
 def test_a_bad_pass_is_refused_whole(engine: Engine, case: str) -> None:
     for request in (asked("new", 5), asked("long", 150), asked("done", 5, 2)):
@@ -242,19 +288,18 @@ def test_an_unknown_request_is_a_key_error(engine: Engine) -> None:
 def test_a_request_without_memory_fails_alone(engine: Engine) -> None:
     """One block is left: a request that needs two does not take it, and the next of its pass gets it."""
     block, total = engine.capabilities.block_tokens, engine.capabilities.kv_blocks_total
-    for index in range(total - 1):
-        engine.submit(asked(f"filler{index}", block, family=index))
-        prefill(engine, (f"filler{index}", block - 1, 0))
+    fillers = fill(engine, total - 1)
     engine.submit(asked("victim", block + 1, family=91))
-    engine.submit(asked("small", 1, 2, family=92))
-    failed, served = prefill(engine, ("victim", block + 1, 0), ("small", 1, 0)).items
+    engine.submit(asked("small", 1, 4, family=92))
+    failed, served = prefill(engine, ("victim", block + 1, 0), ("small", 1, 0)).items[:2]
     assert failed.error is not None
     assert (failed.token, failed.computed) == (None, 0)
     assert (served.error, served.position) == (None, 1)
     assert held_blocks(engine) == total
     engine.cancel("victim")
     engine.cancel("small")
-    engine.cancel("filler0")
+    for filler in fillers:
+        engine.cancel(filler)
     assert len(generate(engine, asked("victim", block + 1, family=91))[0]) == 1
 
 
@@ -270,7 +315,7 @@ def test_events_tell_what_is_cached(engine: Engine) -> None:
 
 def test_close_gives_everything_back(engine: Engine) -> None:
     engine.submit(asked("r", 30, 8))
-    prefill(engine, ("r", 10, 0))
+    prefill(engine, ("r", 30, 0))
     engine.close()
     engine.close()
     assert held_blocks(engine) == 0
