@@ -206,7 +206,8 @@ class LapsPolicy:
         batch = Batch(len(items), pass_s, due_s, len(queue), head_since_s)
         decision = self._window.decide(batch, now_s)
         if isinstance(decision, Hold):
-            wait = Wait(decision.until_s, Reason.WAITING_FOR_DEPTH)
+            alone = not self._queues[Lane.LONG]  # what the other instances could run is this batch
+            wait = Wait(decision.until_s, Reason.WAITING_FOR_DEPTH, everywhere=alone)
             if instance.running is None:
                 self._held = (now_s, wait)
             return wait

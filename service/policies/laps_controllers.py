@@ -114,13 +114,17 @@ class PendingController:
     """The artifact's rebalance; see the module text. A `service.core.reconcile.Controller`."""
 
     def __init__(self, interval_s: float, ratio: float) -> None:
+        self._interval_s = interval_s
         self._ratio = ratio
-        self.period_s = interval_s
+        self._checked_s = -math.inf
+        self.period_s = min(1.0, interval_s)
 
     def step(self, fleet: FleetView, now_s: float) -> tuple[RoleMove, ...]:
         moves = pool_moves(fleet)
-        if moves or len(fleet.instances) < 2 or fleet.arrivals == 0:
+        too_soon = now_s < self._checked_s + self._interval_s - 1e-9
+        if moves or len(fleet.instances) < 2 or fleet.arrivals == 0 or too_soon:
             return moves
+        self._checked_s = now_s
         short = [i for i in fleet.instances if i.role is Role.SP]
         long = [i for i in fleet.instances if i.role is Role.LP]
         pending_short, pending_long = (max(1, sum(i.requests_waiting for i in p)) for p in (short, long))

@@ -16,9 +16,9 @@ Batches. A newcomer of at most `batch_tokens`, with more than a tenth of its SLO
 order, while all are at most `batch_tokens` together and the time left to it stays above that tenth. A longer
 one, or one that is late, runs alone. Without room for its KV, those that have begun go on instead.
 
-Preemption. They stop between operators and measure waits below 4.5 ms. Here a pass is run in blocks of
-layers of about `block_s`, and between two blocks anything else can be run. An engine that only runs whole
-passes gets chunks of `whole_tokens`, and can be interrupted between them.
+Preemption. They stop between operators and measure waits below 4.5 ms. Here a pass is run in blocks of layers
+of about `block_s`, so the mean wait is half of it, and between two blocks anything else can be run. An engine
+that only runs whole passes gets chunks of `whole_tokens`, and can be interrupted between them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PreemptiveKnobs:
 
     batch_tokens: int = 2048
     pass_tokens: int = 8192
-    block_s: float = 0.005
+    block_s: float = 0.01
     whole_tokens: int = 512
     groups_max: int = 32
 

@@ -44,22 +44,27 @@ class Machine(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(POLICIES)),
         layout=st.sampled_from(sorted(PROFILES)),
         blocks=st.sampled_from([120, 512]),
+        layers=st.sampled_from([1, 4]),
         lead_s=st.sampled_from([0.0, 0.05]),
         late=st.sampled_from(list(LatePolicy)),
     )
-    def begin(self, policy: str, layout: str, blocks: int, lead_s: float, late: LatePolicy) -> None:
+    def begin(
+        self, policy: str, layout: str, blocks: int, layers: int, lead_s: float, late: LatePolicy
+    ) -> None:
         knobs = SchedulerSettings(
             stage_lead_s=lead_s, queue_requests_max=12, age_bound_s=0.5, queue_age_s_max=5.0, late_policy=late
         )
         self.scheduler = make_scheduler(policy, knobs)
         self.specs = {
-            name: spec(name, profiles=PROFILES[layout], cost=CPU_COST, blocks=blocks) for name in ("a", "b")
+            name: spec(name, profiles=PROFILES[layout], cost=CPU_COST, blocks=blocks, layer_blocks=layers)
+            for name in ("a", "b")
         }
         self.now_s = 0.0
         self.slots: dict[str, WorkerSlot] = {}
         self.prompts: dict[str, int] = {}
         self.position: dict[str, int] = {}
         self.tokens: dict[str, int] = {}
+        self.begun: dict[str, tuple[int, int, int, int]] = {}  # next block of how many, new tokens, history
         self.answered: dict[str, str] = {}
         self.wake_s = math.inf
         self.count = 0
@@ -115,6 +120,7 @@ class Machine(RuleBasedStateMachine):
         name = pick.choice(sorted(self.busy()))
         pass_ = self.slots[name].finish()
         self.now_s += 0.01
+        self.blocks_went_on(pass_)
         items = tuple(self.result(item.request_id, item.new_tokens, pass_, short_by) for item in pass_.items)
         self.event(PassFinished(name, PassResult(pass_.pass_id, pass_.kind, items, pass_.tokens, 0, 0.01)))
         self.start(name)
@@ -125,6 +131,8 @@ class Machine(RuleBasedStateMachine):
         name = pick.choice(sorted(self.busy()))
         pass_ = self.slots[name].finish()
         ids = tuple(item.request_id for item in pass_.items)
+        for request_id in ids:
+            self.begun.pop(request_id, None)
         self.event(PassFailed(name, pass_.pass_id, ids if all_lost else ids[:1], "injected"))
         self.start(name)
 
@@ -142,6 +150,8 @@ class Machine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["a", "b"]))
     def one_goes(self, name: str) -> None:
         del self.slots[name]
+        lost = [t.request_id for t in self.scheduler.live.values() if t.instance_id == name]
+        self.begun = {i: at for i, at in self.begun.items() if i not in lost}
         self.event(InstanceDown(name, "injected"))
         if name == "a":
             self.up("a")
@@ -167,6 +177,7 @@ class Machine(RuleBasedStateMachine):
                 break
             for name in sorted(self.busy()):
                 pass_ = self.slots[name].finish()
+                self.blocks_went_on(pass_)
                 items = tuple(self.result(i.request_id, i.new_tokens, pass_, 0) for i in pass_.items)
                 self.now_s += 0.01
                 self.event(
@@ -180,6 +191,19 @@ class Machine(RuleBasedStateMachine):
         check(self.scheduler)
         assert all(i.kv.blocks_reserved == 0 for i in self.scheduler.instances.values())
         assert sum(self.scheduler.outcomes.values()) == self.count
+
+    def blocks_are_in_order(self, pass_: Pass) -> None:
+        """A prompt goes through all blocks of layers in order, with the sizes that it began with."""
+        for item in pass_.items:
+            asked = pass_.layer_block, pass_.layer_blocks, item.new_tokens, item.history
+            assert self.begun.get(item.request_id, (0, *asked[1:])) == asked, "layers left out or run twice"
+
+    def blocks_went_on(self, pass_: Pass) -> None:
+        for item in pass_.items:
+            self.begun.pop(item.request_id, None)
+            if not pass_.completes:
+                at = pass_.layer_block + 1, pass_.layer_blocks, item.new_tokens, item.history
+                self.begun[item.request_id] = at
 
     # --- the driver ---
 
@@ -221,6 +245,7 @@ class Machine(RuleBasedStateMachine):
         for command in commands[:-1]:
             match command:
                 case Dispatch(name, pass_, staged):
+                    self.blocks_are_in_order(pass_)
                     for item in pass_.items:
                         assert item.request_id not in self.answered or staged, "an ended request runs"
                     self.slots[name].dispatch(pass_, staged)
