@@ -13,7 +13,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +79,13 @@ async def status(address: str, timeout_s: float = 5.0) -> pb.GetStatusResponse:
 
 
 @asynccontextmanager
-async def server(spec: ServerSpec, ready_s_max: float = READY_S_MAX) -> AsyncIterator[str]:
-    """Run one server; yields its address once it answers, and stops it in the end."""
+async def server(
+    spec: ServerSpec, ready_s_max: float = READY_S_MAX, started: Callable[[int], None] = lambda pid: None
+) -> AsyncIterator[str]:
+    """Run one server; yields its address once it answers, and stops it in the end.
+
+    started: told the id of its process.
+    """
     port, metrics_port = free_ports(2)
     address = f"127.0.0.1:{port}"
     command = (
@@ -98,6 +103,7 @@ async def server(spec: ServerSpec, ready_s_max: float = READY_S_MAX) -> AsyncIte
             env={**os.environ, **spec.environment, **spec.knobs},
         )
     try:
+        started(process.pid)
         await _ready(process, address, spec, ready_s_max)
         yield address
     finally:

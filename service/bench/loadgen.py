@@ -85,12 +85,19 @@ def message_of(planned: PlannedRequest) -> pb.GenerateRequest:
 
 
 class LoadGenerator:
-    """Sends requests to one address. Use as an async context manager."""
+    """Sends requests to one address. Use as an async context manager. `message` puts them into protos."""
 
     def __init__(
-        self, address: str, *, timeout_s: float = 60.0, in_flight_max: int = 1000, channels: int = 1
+        self,
+        address: str,
+        *,
+        timeout_s: float = 60.0,
+        in_flight_max: int = 1000,
+        channels: int = 1,
+        message: Callable[[PlannedRequest], pb.GenerateRequest] = message_of,
     ) -> None:
         self._address = address
+        self._message = message
         self._timeout_s = timeout_s
         self._in_flight_max = in_flight_max
         self._channel_count = channels
@@ -115,7 +122,7 @@ class LoadGenerator:
         Ends at the latest `timeout_s` after the last request was due: every call carries that deadline.
         """
         loop = asyncio.get_running_loop()
-        messages = [message_of(planned) for planned in plan]  # made before the clock runs
+        messages = [self._message(planned) for planned in plan]  # made before the clock runs
         results: list[Observation | None] = [None] * len(plan)
         in_flight: set[asyncio.Task[None]] = set()
         start_s = loop.time()
@@ -165,7 +172,8 @@ class LoadGenerator:
                     return
                 cancel_s = rng.expovariate(1.0 / 0.2) if rng.random() < cancel_ratio else None
                 planned = replace(planned, send_s=due_s - start_s)
-                seen = await self._call(planned, message_of(planned), start_s, due_s, number, cancel_s)
+                message = self._message(planned)
+                seen = await self._call(planned, message, start_s, due_s, number, cancel_s)
                 observations.append(seen)
                 if seen.ending is Ending.REFUSED:
                     await asyncio.sleep(min(seen.retry_after_s or 0.1, BACKOFF_S_MAX))

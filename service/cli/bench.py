@@ -1,4 +1,4 @@
-"""`plaserve bench`: policies against each other, and load against a running service."""
+"""`plaserve bench`: policies against each other, load on a service, a service against the simulator."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated
 import grpc.aio
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.text import Text
 
 from service.bench.arms import ArmError, ServerSpec
@@ -184,8 +185,52 @@ def load(
         raise typer.Exit(1)
 
 
+def parity(
+    policies: Annotated[str, typer.Option(help="With commas; all run at the same time.")] = "plaserve,fcfs",
+    requests: Annotated[int, typer.Option(help="Requests to each policy.")] = 1000,
+    load_ratio: Annotated[
+        float, typer.Option("--load", help="Rate x predicted seconds of the mean request alone.")
+    ] = 0.7,
+    scale: Annotated[
+        float, typer.Option(help="Wall seconds per second of the modelled engine; everything is slowed.")
+    ] = 4.0,
+    seed: Annotated[int, typer.Option(help="Decides prompts and arrivals.")] = 1,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+) -> None:
+    """Hold the running service, with a simulated 32B engine in wall time, against the simulator.
+
+    Takes about five minutes. Exits with 1 when they are further apart than docs/outside-checks.md allows, or
+    when the service takes half a core.
+    """
+    from service.bench.parity import ParitySettings, run_parity
+    from service.bench.parity_report import parity_json, render_parity
+
+    console = Console(highlight=False)
+    try:
+        settings = ParitySettings(policy_names(policies), requests, load_ratio, scale, seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("requests", total=requests * len(settings.policies))
+        try:
+            results = asyncio.run(run_parity(settings, Path("var/bench"), lambda _: progress.advance(task)))
+        except (ArmError, grpc.aio.AioRpcError) as error:
+            fail(error)
+    console.print(render_parity(results))
+    if json_path is not None:
+        json_path.write_text(
+            json.dumps(parity_json(results), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
+    faults = [fault for result in results for fault in result.faults()]
+    for fault in faults:
+        typer.echo(fault, err=True)
+    if faults:
+        raise typer.Exit(1)
+
+
 def register(app: typer.Typer) -> None:
     bench = typer.Typer(no_args_is_help=True, help="Measure: compare policies, or load a running service.")
     bench.command()(compare)
     bench.command()(load)
+    bench.command()(parity)
     app.add_typer(bench, name="bench")
