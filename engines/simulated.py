@@ -75,12 +75,8 @@ class SimulatedModel:
         if (capabilities.layout, capabilities.padding) != (profiles.layout, profiles.padding):
             raise ValueError("profiles: layout and padding must be those of the capabilities")
         self._rides = capabilities.decode is DecodeMode.BESIDE
-        packed = (profiles.layout, profiles.padding, profiles.h_classes) == (
-            Layout.PACKED,
-            Padding.NOTHING,
-            (),
-        )
-        if self._rides and not packed:
+        padded = profiles.padding is not Padding.NOTHING or profiles.h_classes or profiles.captured
+        if self._rides and (padded or profiles.layout is not Layout.PACKED):
             raise ValueError("decode: 'beside' is simulated for packed passes without padding only")
         self.capabilities = capabilities
         self.profiles = profiles
