@@ -20,9 +20,9 @@ H is the most that could be cached: all that an earlier arrival brought, on what
 arrival is served first, it computes what they share, at a time when the earlier one was there already.)
 
 **Capacity** is the highest rate whose least work fits the engines: rate x mean s = engines. Each scored lane
-may leave out the costliest requests that its attainment allows, and so may all requests together. It is a
-long-run figure: over a finite window a run may exceed it by what it carries over the end, which the rule that
-queues may not grow keeps small. `clairvoyant` has the bound for the arrivals as they come.
+may leave out the costliest requests that its attainment allows; lanes that are not scored are left out as a
+whole. It is a long-run figure: over a finite window a run may exceed it by what it carries over the end,
+which the rule that queues may not grow keeps small. `clairvoyant` has the bound for arrivals as they come.
 """
 
 from __future__ import annotations
@@ -158,21 +158,13 @@ def capacity_per_s(
 
 
 def dropped_work_s(jobs: Jobs, work_s: Floats, level: float, scored: Collection[Lane]) -> float:
-    """The most work that may be left out: the costliest requests, at most 1 - level of each scored lane and
-    of all. The limits are nested, so taking the costliest that is still allowed is optimal."""
-    room = {lane: _room(int(jobs.of(lane).sum()), level) for lane in scored}
-    left = _room(len(jobs), level)
+    """The most work that may be left out: 1 - level of each scored lane, the costliest requests; all of a
+    lane that is not scored."""
     total_s = 0.0
-    for index in np.argsort(-work_s, kind="stable"):
-        if left == 0:
-            break
-        lane = Lane.SHORT if jobs.short[index] else Lane.LONG
-        if room.get(lane, 1) == 0:
-            continue
-        if lane in room:
-            room[lane] -= 1
-        left -= 1
-        total_s += float(work_s[index])
+    for lane in Lane:
+        mine = np.sort(work_s[jobs.of(lane)])[::-1]
+        count = _room(len(mine), level) if lane in scored else len(mine)
+        total_s += float(mine[:count].sum())
     return total_s
 
 

@@ -11,9 +11,9 @@ policy sustains the rate. The fluid problem is relaxed further, always in the po
 * misses need not be whole requests, and requests in the same slots, lane and class of size may miss the share
   that saves most: x of them save x times the largest of their class.
 
-What is left is a linear program: minimise z, the missed share of the worst scored lane (and of all requests),
-subject to the flows of work into slots. A window of slots is written as its dyadic pieces, with one limit for
-each piece and what lies within it, which for nested pieces is the same as limits for single slots (Hall).
+What is left is a linear program: minimise z, the missed share of the worst scored lane, subject to the flows
+of work into slots. A window of slots is written as its dyadic pieces, with one limit for each piece and what
+lies within it, which for nested pieces is the same as limits for single slots (Hall).
 
 Monotone: a rate that is feasible stays so when it falls. At the lower rate the requests whose windows lie
 in an interval have, at the higher one, their windows in an interval no longer, because no window is longer
@@ -57,7 +57,7 @@ class _Groups:
 def missed_ratio_min(
     jobs: Jobs, work_s: Floats, engines: Callable[[Floats], Floats], scored: Collection[Lane]
 ) -> float:
-    """The least share of misses, in the worst scored lane or in all, that a fluid schedule must have.
+    """The least share of misses in the worst scored lane that any fluid schedule must have.
 
     engines: edges of slots (seconds) -> engine seconds that there are between each two.
     Raises RuntimeError when the solver gives up.
@@ -178,7 +178,7 @@ def _solve(groups: _Groups, engine_s: Floats, scored: Collection[Lane]) -> float
     most = _Triplets()  # the work of a group flows or is missed; misses of each lane within z
     most.add(flow_group, every_flow, -1.0)
     most.add(every_group, miss_at + every_group, -groups.largest_s)
-    members = [np.flatnonzero(groups.short == (lane is Lane.SHORT)) for lane in scored] + [every_group]
+    members = [np.flatnonzero(groups.short == (lane is Lane.SHORT)) for lane in scored]
     for row, member in enumerate(members, start=count):
         most.add(np.full(len(member), row), miss_at + member, 1.0)
         most.add(np.array([row]), np.array([z_at]), -float(groups.count[member].sum()))

@@ -67,11 +67,19 @@ class Window:
         return self.start_s <= arrival_s < self.end_s
 
 
+def attainment_min(level: float, arrived: int, scored: bool) -> float:
+    """What a lane of `arrived` requests must attain at `level`: the level; in a lane with too few requests to
+    be scored less by three standard errors, so that it decides nothing by chance but can't be refused."""
+    if scored or not arrived:
+        return level
+    return level - 3.0 * math.sqrt(level * (1.0 - level) / arrived) - 1.0 / arrived
+
+
 class Verdict(StrEnum):
     """What a run says about a level."""
 
     SUSTAINED = "sustained"
-    MISSED = "missed"  # a scored lane attains less
+    MISSED = "missed"  # a lane attains less
     GROWING = "growing"  # a queue, or the requests that decode
     DECODE_LATE = "decode_late"  # gaps between tokens beyond the bound
     UNSCORED = "unscored"  # window too short, or no lane with enough requests
@@ -152,9 +160,7 @@ class PointFigures:
         """Whether this run sustains `level` attainment in every scored lane."""
         if not self.window_ok or not self.scored:
             return Verdict.UNSCORED
-        arrived = sum(figures.arrived for figures in self.lanes.values())
-        met_in_all = sum(figures.met for figures in self.lanes.values()) / arrived
-        if met_in_all < level or any(self.lanes[lane].attainment < level for lane in self.scored):
+        if any(f.attainment < attainment_min(level, f.arrived, f.scored) for f in self.lanes.values()):
             return Verdict.MISSED
         if not self.complete:
             return Verdict.UNKNOWN

@@ -10,12 +10,13 @@ unfinished and cut-off requests miss. Left out are only those that the client it
 target had passed. A lane is scored when it has enough requests, and a window that is too short is not scored
 at all.
 
-A run *sustains* a level (0.95, 0.99) when each scored lane attains it and so do all requests together, no
-lane's queue grows, the requests that decode do not pile up, and decode keeps its pace. A queue grows when the
-mean number waiting over the last third of the window exceeds that over the middle third by more than noise
-(three standard errors, from blocks of time, and three requests) and by more than 1 % of what arrives in a
-third: whoever leaves 1 % of the work lying fails, however well the others do. Decode keeps its pace when 99 %
-of the gaps between tokens stay within `itl_s_max`. These conditions can only lower a score.
+A run *sustains* a level (0.95, 0.99) when each scored lane attains it, no lane's queue grows, the requests
+that decode do not pile up, and decode keeps its pace. A queue grows when the mean number waiting over the
+last third of the window exceeds that over the middle third by more than noise (three standard errors, from
+blocks of time, and three requests) and by more than 1 % of what arrives in a third: whoever leaves 1 % of the
+work lying fails, however well the others do. Decode keeps its pace when 99 % of the gaps between tokens stay
+within `itl_s_max`. A lane with too few requests to be scored must attain the level less three standard
+errors, so that it can't be refused as a whole. These conditions can only lower a score.
 
 Quantiles of TTFT are over all that arrived, with no answer counted as infinite (None here), so that refusing
 the slow ones can't improve them; the mean is over those answered, and their number stands beside it.

@@ -92,11 +92,9 @@ class Watch:
     def __init__(self, plan: RunPlan, level: float, *, decodes: bool) -> None:
         self.hopeless = False
         self._window = plan.window
-        self._missed = 0
-        self._missed_by_lane = dict.fromkeys(Lane, 0)
+        self._missed = dict.fromkeys(Lane, 0)
         judged = plan.scored if level > 0.0 else ()
         self._allowed = {lane: _allowed(plan.arrivals.get(lane, 0), level) for lane in judged}
-        self._allowed_in_all = _allowed(sum(plan.arrivals.values()), level) if judged else math.inf
         self._by_target = plan.expected is not None and not decodes  # a miss is known when its target passes
         self._left = math.inf  # measured requests that have not ended
         self._open: dict[str, Lane] = {}  # of those whose target has not passed
@@ -124,10 +122,8 @@ class Watch:
         return self.hopeless or self._left == 0
 
     def _miss(self, lane: Lane) -> None:
-        self._missed += 1
-        self._missed_by_lane[lane] += 1
-        over = self._missed_by_lane[lane] > self._allowed.get(lane, math.inf)
-        self.hopeless |= over or self._missed > self._allowed_in_all
+        self._missed[lane] += 1
+        self.hopeless |= self._missed[lane] > self._allowed.get(lane, math.inf)
 
 
 def _allowed(count: int, level: float) -> int:

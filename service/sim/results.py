@@ -1,14 +1,14 @@
 """Results of cases: their files, what they sum up to, and how sure they are.
 
-Files. `<case>.json` holds everything of one case: settings, bounds, knobs tried and chosen, every run that was
-made, the digest of the code behind each policy. `lab.json` is the summary of all cases, `points.parquet` has
-one row for each run and lane. JSON has no NaN and no Infinity: what is infinite or unknown is null. Nothing
-that depends on the machine is in them, so equal inputs give equal bytes.
+Files. `<case>.json` holds everything of one case: settings, bounds, knobs tried and chosen, every run that
+was made, the digest of the code behind each policy. `lab.json` is the summary of all cases, `points.parquet`
+has one row for each run and lane. JSON has no NaN and no Infinity: what is infinite or unknown is null.
+Nothing that depends on the machine is in them, so equal inputs give equal bytes.
 
-Intervals. Over two seeds or more: mean and the 95 % t-interval. With one seed there is no spread to estimate;
-then it is the bracket of the search (highest rate sustained, lowest that was not), and `kind` says which it is.
-Seeds are shared by all policies, so a ratio of two is taken seed by seed, and its interval is that of the
-logarithms.
+Intervals. Over two seeds or more: mean and the 95 % t-interval. With one seed there is no spread to
+estimate; then it is the bracket of the search (highest rate sustained, lowest that was not). `kind` says
+which. Seeds are shared by all policies, so a ratio of two is taken seed by seed, and its interval is that of
+the logarithms.
 """
 
 from __future__ import annotations

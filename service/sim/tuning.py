@@ -5,8 +5,8 @@
    coordinate-wise: round k tries the k-th other value of every knob, in the order in which the policy names
    them, with the best found so far for the rest. It ends when the budget is spent, or after a round of all
    knobs that changed nothing. A policy with few knobs spends less; none spends more.
-3. The limit of the best is searched too, and the runners-up are run there against it, because what is best at
-   one rate need not be best at a higher one.
+3. The limit of the best is searched too, and the runners-up are run against it at the rate where it first
+   failed, because what is best at one rate need not be best at a higher one.
 
 Better is judged by `PointFigures.strain`, of the worst scored lane the 95th percentile of TTFT / target: it
 tells candidates apart whether both keep up or neither. A change must gain 1 %, so that noise does not move
@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from service.sim.goodput import Probe, SearchSettings, search
+from service.sim.goodput import Goodput, Probe, SearchSettings, search
 from service.sim.metric import PointFigures
 
 Knob = float | str
@@ -32,7 +32,7 @@ GAIN_MIN = 0.01  # a candidate must be better by this share
 
 @dataclass(frozen=True, slots=True)
 class TuningSettings:
-    """budget: candidates, the default included. finalists: judged at the limit of the best, it included.
+    """budget: candidates, the default included. finalists: judged where the best fails, it included.
     limit_tolerance: of the coarse searches. rate_ratio: the common rate over the limit.
     run_ratio: length of a tuning run over that of a scored one.
     """
@@ -118,17 +118,19 @@ class _Tuning:
         self._requests = 0
 
     def run(self, start_per_s: float) -> Tuned:
-        limit_per_s = self._limit(self._spec, start_per_s)
+        best, limit = self._spec, self._limit(self._spec, start_per_s)
         if self._values and self._settings.budget > 1:
-            rate_per_s = self._settings.rate_ratio * (limit_per_s or 0.1 * start_per_s)
+            rate_per_s = self._settings.rate_ratio * (limit.low_per_s or 0.1 * start_per_s)
             ranked = self._sweep(rate_per_s)
-            best = self._spec_of(ranked[0])
-            if best != self._spec:
-                limit_per_s = self._limit(best, rate_per_s)
-                best = self._final(ranked, limit_per_s or rate_per_s)
-        else:
-            best = self._spec
-        return Tuned(best, limit_per_s, tuple(self._trials), self._runs, self._requests)
+            first = self._spec_of(ranked[0])
+            if first != best:
+                best, limit = first, self._limit(first, rate_per_s)
+            if len(ranked) > 1:
+                final_per_s = limit.high_per_s or rate_per_s
+                winner = self._final(ranked, final_per_s)
+                if winner != best:
+                    best, limit = winner, self._limit(winner, final_per_s)
+        return Tuned(best, limit.low_per_s, tuple(self._trials), self._runs, self._requests)
 
     def _sweep(self, rate_per_s: float) -> list[dict[str, Knob]]:
         """All candidates of the budget at one rate, best first."""
@@ -183,11 +185,11 @@ class _Tuning:
         self._trials.append(Trial(spec, rate_per_s, shown, missed_ratio))
         return strain, missed_ratio
 
-    def _limit(self, spec: str, start_per_s: float) -> float:
+    def _limit(self, spec: str, start_per_s: float) -> Goodput:
         found = search(self._probe_of(spec), start_per_s, self._settings.coarse)
         for point in found.points:
             self._counted(point)
-        return found.at(LEVEL).low_per_s
+        return found.at(LEVEL)
 
     def _counted(self, point: PointFigures) -> PointFigures:
         self._runs += 1
