@@ -107,8 +107,8 @@ def _reading(points: Points) -> Iterator[str]:
         "The published gains are larger, and larger than the launch cost can explain: this baseline packs "
         "its passes and has a token budget of 8192, and LMSYS-Chat-1M as quoted has 4.5 % of prompts above "
         "256 tokens, so there is little to keep apart. With 8 instances and 60 clients each instance sees 7 "
-        f"or 8 requests. Assumed: launch {LAUNCH_S_PER_LAYER * 1e3:g} ms a layer and pass (module text), clients "
-        f"{CLIENT_S_MEAN * 1e3:g} ms on average between an answer and the next request."
+        f"or 8 requests. Assumed: launch {LAUNCH_S_PER_LAYER * 1e3:g} ms a layer and pass (module text); "
+        f"clients {CLIENT_S_MEAN * 1e3:g} ms on average between an answer and the next request."
     )
 
 
