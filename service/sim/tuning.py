@@ -123,9 +123,8 @@ class _Tuning:
             rate_per_s = self._settings.rate_ratio * (limit.low_per_s or 0.1 * start_per_s)
             ranked = self._sweep(rate_per_s)
             first = self._spec_of(ranked[0])
-            if first != best:
+            if first != best:  # else the candidates have met at its limit already
                 best, limit = first, self._limit(first, rate_per_s)
-            if len(ranked) > 1:
                 final_per_s = limit.high_per_s or rate_per_s
                 winner = self._final(ranked, final_per_s)
                 if winner != best:
