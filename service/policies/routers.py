@@ -323,18 +323,20 @@ class PredictedLatency:
         return sticky
 
     def _ttft_s(self, station: Station, item: tuple[int, int], now_s: float) -> float:
-        instance = station.instance
+        instance, profiles = station.instance, station.instance.spec.profiles
         new, history = item
-        free_s = 0.0
-        if instance.running is not None:
-            end_s = instance.running.end_s
-            free_s = max(0.0, end_s - now_s) if math.isfinite(end_s) else instance.running.predicted_s
-        if instance.staged is not None:
-            free_s += instance.staged.predicted_s
         tokens = station.tokens + station.cut_tokens + new
         attention = station.attention + station.cut_attention + new * (new + 2.0 * history)
-        profiles = instance.spec.profiles
-        passes = -(-tokens // min(self._settings.budget_tokens, profiles.tokens_max))
+        pass_tokens_max = min(self._settings.budget_tokens, profiles.tokens_max)
+        passes = -(-tokens // pass_tokens_max)
+        total_s = 0.0
+        if instance.running is not None:
+            end_s = instance.running.end_s
+            total_s = max(0.0, end_s - now_s) if math.isfinite(end_s) else instance.running.predicted_s
+            if instance.staged is not None:
+                total_s += instance.staged.predicted_s
+            attention *= passes * pass_tokens_max / tokens
+            tokens = passes * pass_tokens_max  # those that come later fill its last pass
         shape = PassShape(
             -(-tokens // passes), attention / passes, (station.history + history) // passes, requests=1
         )
@@ -343,7 +345,7 @@ class PredictedLatency:
             pass_s = instance.pricer.pass_s([(shape.tokens, shape.history)])
         if math.isinf(pass_s):
             pass_s = instance.spec.cost.pass_s(shape)
-        total_s = free_s + passes * pass_s
+        total_s += passes * pass_s
         if instance.decode.running:
             steps = min(passes, 1 + int(total_s / self._settings.itl_bound_s))
             total_s += steps * instance.pricer.pass_s([(1, 0)])
