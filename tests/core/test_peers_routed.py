@@ -123,7 +123,7 @@ class Fleet(RuleBasedStateMachine):
 
     @invariant()
     def all_wait_once(self) -> None:
-        """Everybody who is not in a pass waits, once; the loads add up; with an instance up all are placed."""
+        """Everybody who is not in a pass waits, once; loads add up; with an instance up all are placed."""
         running = {t.request_id for entries in self.in_pass.values() for t in entries}
         waiting = [t for t in self.live.values() if t.request_id not in running]
         assert sorted(t.seq for t in self.policy.waiting()) == sorted(t.seq for t in waiting)
