@@ -1,5 +1,5 @@
-"""Every policy on simulated engines of every kind: what is predicted is what runs, whatever rides in a pass or
-was cut into requests, and a part whose blocks were evicted is computed again, not failed."""
+"""Every policy on simulated engines of every kind: what is predicted is what runs, whatever rides in a pass
+or was cut into requests, and a part whose blocks were evicted is computed again, not failed."""
 
 from __future__ import annotations
 
