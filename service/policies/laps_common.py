@@ -9,16 +9,18 @@ Which class: an instance of role SP runs shorts only and one of role LP longs on
 role MIXED alternates between the classes while both wait, and runs a long chunk while the window is open.
 Where no instance is left that may run a class, everyone may, or its requests would wait for ever.
 
-Depth counts requests, as the captured graphs of LAPS do. The batch is filled in order of arrival, those of
-the head's bucket first, as far as KV and a shape of the engine allow; the engine pads to that shape, and
-runs unpadded where it never pads. Buckets are the row lengths of the grid of the engine, or of the paper's.
+The window runs from the moment at which a short request begins to wait, while the instance may still be
+busy, and anew behind a batch that left others. Depth counts requests, as the captured graphs of LAPS do. The
+batch is filled in order of arrival, those of the head's bucket first, as far as KV and a shape of the engine
+allow; the engine pads to that shape, and runs unpadded where it never pads. Buckets are the row lengths of
+the grid of the engine, or of the paper's.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Protocol
@@ -63,13 +65,13 @@ class Window(Protocol):
 
     def arrived(self, now_s: float) -> None: ...
 
+    def open(self, now_s: float) -> None:
+        """The window runs from now on: a short request begins to wait, or a batch has left others."""
+
     def decide(self, batch: Batch, now_s: float) -> Go | Hold:
-        """Now or not before `until_s`, which lies behind `now_s`; asking opens the window."""
+        """Now, or not before `until_s`, which lies behind `now_s`."""
 
     def dispatched(self, depth: int, now_s: float) -> None: ...
-
-    def emptied(self) -> None:
-        """No short request waits any more: the window is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +125,17 @@ class LapsPolicy:
 
     def add(self, tracked: Tracked, now_s: float, *, arrival: bool) -> None:
         lane = self._class_of(tracked)
+        if lane is Lane.SHORT and self._window is not None:
+            if not self._queues[lane]:
+                self._window.open(now_s)
+            if arrival:
+                self._window.arrived(now_s)
         self._queues[lane].add(tracked, tracked.seq)
         self._held = (-math.inf, None)
-        if arrival and lane is Lane.SHORT and self._window is not None:
-            self._window.arrived(now_s)
 
     def remove(self, tracked: Tracked) -> None:
         self._queue_of(tracked).remove(tracked)
         self._held = (-math.inf, None)
-        if self._window is not None and not self._queues[Lane.SHORT]:
-            self._window.emptied()
 
     def late(self, now_s: float) -> list[Tracked]:
         return []
@@ -155,6 +158,8 @@ class LapsPolicy:
         self._last[instance_id] = Lane.SHORT if short else Lane.LONG
         if short and self._window is not None:
             self._window.dispatched(len(plan.items), now_s)
+            if self._queues[Lane.SHORT]:
+                self._window.open(now_s)
 
     # --- the plan ---
 
@@ -268,19 +273,17 @@ class LapsPolicy:
     # --- classes ---
 
     def _class_of(self, tracked: Tracked) -> Lane:
-        """By what is left to compute where most of the prompt is cached; where it is bound, there."""
+        """By what it has to compute where most of the prompt is cached. Who has begun is long: a short one
+        runs whole, and goes on as a long one where cached blocks were gone and its pass fell short."""
         boundary = self._options.boundary
+        if tracked.instance_id is not None:
+            return Lane.LONG
         if not self._instances:
             short = tracked.remaining <= (boundary.tokens or GRID_LENGTHS[-1])
-            return Lane.SHORT if short else Lane.LONG
-        bound = self._instances.get(tracked.instance_id or "")
-        if bound is not None:
-            pool: Iterable[Instance] = (bound,)
-        elif tracked.request.block_hashes:
-            pool = self._instances.values()
         else:
-            pool = islice(self._instances.values(), 1)
-        short = any(boundary.holds(*instance.item_of(tracked), instance) for instance in pool)
+            pool = self._instances.values()
+            some = pool if tracked.request.block_hashes else islice(pool, 1)
+            short = any(boundary.holds(*instance.item_of(tracked), instance) for instance in some)
         return Lane.SHORT if short else Lane.LONG
 
     def _queue_of(self, tracked: Tracked) -> Waiting:

@@ -9,8 +9,8 @@ next, falls to sigma. With d the depth reached and tau the time it took,
     d < D     D = d
 
 So D never grows: one batch that ran out of time with a single request makes every batch a single request.
-That is what is printed, and it is kept; `laps_slides` is the variant that recovers. The timer starts when an
-instance is free and a request waits (the printed loop also runs over an empty queue).
+That is what is printed, and it is kept; `laps_slides` is the variant that recovers. The timer runs from the
+batch before, or from the first request where none waited (the printed loop runs over an empty queue).
 
 Algorithm 2 is `laps_controllers.PressureController` with `ratio_test=True`.
 """
@@ -43,22 +43,24 @@ class PrintedWindow:
         self._settings = settings
         self._depth = depth_max
         self._started = False  # W has its first value
-        self._opened_s: float | None = None
+        self._opened_s = 0.0
         self.window_s = settings.window_s_max
 
     @property
     def depth_max(self) -> int:
+        """D."""
         return self._depth
 
     def arrived(self, now_s: float) -> None:
         pass
 
+    def open(self, now_s: float) -> None:
+        self._opened_s = now_s
+
     def decide(self, batch: Batch, now_s: float) -> Go | Hold:
         if not self._started:
             self._started = True
             self.window_s = clip(batch.due_s - now_s - batch.pass_s, self._settings)
-        if self._opened_s is None:
-            self._opened_s = now_s
         if batch.depth >= self._depth:
             return Go(Reason.DEPTH_REACHED)
         slack_out_s = batch.due_s - batch.pass_s - self._settings.sigma_s
@@ -68,16 +70,10 @@ class PrintedWindow:
         return Go(Reason.WINDOW_OVER) if over_s <= now_s else Hold(min(over_s, slack_out_s))
 
     def dispatched(self, depth: int, now_s: float) -> None:
-        if depth < self._depth:
-            self._depth = depth
+        if depth >= self._depth:
+            self.window_s = clip(now_s - self._opened_s, self._settings)
         else:
-            self.window_s = clip(
-                now_s - (now_s if self._opened_s is None else self._opened_s), self._settings
-            )
-        self._opened_s = None
-
-    def emptied(self) -> None:
-        self._opened_s = None
+            self._depth = depth
 
 
 def make_policy(settings: SchedulerSettings, knobs: PrintedKnobs) -> LapsPolicy:

@@ -46,21 +46,20 @@ class SlidesWindow:
     def __init__(self, settings: SchedulerSettings, depth_max: int) -> None:
         self._settings = settings
         self._rate = RateEstimator()
-        self._over_s: float | None = None  # when the open window ends
-        self._goal = depth_max
+        self._opened_s = 0.0
+        self._chosen = False  # W, for the window that is open
+        self.depth = depth_max  # D
         self.depth_max = depth_max
         self.window_s = settings.window_s_max
-
-    @property
-    def depth(self) -> int:
-        """D, in requests."""
-        return self._goal
 
     def arrived(self, now_s: float) -> None:
         self._rate.add(1, now_s)
 
+    def open(self, now_s: float) -> None:
+        self._opened_s, self._chosen = now_s, False
+
     def decide(self, batch: Batch, now_s: float) -> Go | Hold:
-        if max(batch.queued, batch.depth) >= self._goal or batch.depth >= self.depth_max:
+        if batch.queued >= self.depth or batch.depth >= self.depth_max:
             return Go(Reason.DEPTH_REACHED)
         slack_out_s = batch.due_s - batch.pass_s - self._settings.sigma_s
         if slack_out_s <= now_s:
@@ -68,24 +67,18 @@ class SlidesWindow:
         head_over_s = batch.head_since_s + self._settings.head_wait_s_max
         if head_over_s <= now_s:
             return Go(Reason.HEAD_WAITED)
-        if self._over_s is None:
-            self.window_s = self._window(batch, now_s)
-            self._over_s = now_s + self.window_s
-        if self._over_s <= now_s:
-            return Go(Reason.WINDOW_OVER)
-        return Hold(min(self._over_s, slack_out_s, head_over_s))
+        if not self._chosen:
+            self.window_s, self._chosen = self._window(batch, now_s), True
+        over_s = self._opened_s + self.window_s
+        return Go(Reason.WINDOW_OVER) if over_s <= now_s else Hold(min(over_s, slack_out_s, head_over_s))
 
     def dispatched(self, depth: int, now_s: float) -> None:
         gathered = round(self._rate.requests_per_s(now_s) * self._settings.window_s_max)
-        self._goal = min(max(1, gathered), self.depth_max)
-        self._over_s = None
-
-    def emptied(self) -> None:
-        self._over_s = None
+        self.depth = min(max(1, gathered), self.depth_max)
 
     def _window(self, batch: Batch, now_s: float) -> float:
         rate = self._rate.requests_per_s(now_s)
-        to_depth_s = (self._goal - batch.queued) / rate if rate > 0.0 else math.inf
+        to_depth_s = (self.depth - batch.queued) / rate if rate > 0.0 else math.inf
         safe_s = batch.due_s - now_s - batch.pass_s - self._settings.safety_s
         return clip(min(safe_s, to_depth_s), self._settings)
 
