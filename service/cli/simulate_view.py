@@ -14,7 +14,7 @@ from rich.text import Text
 
 from service.core.types import Lane
 from service.sim.case import Case
-from service.sim.metric import PointFigures
+from service.sim.figures import PointFigures
 from service.sim.plots import draw
 from service.sim.whatif import Answer, curve_plots
 

@@ -24,8 +24,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from service.policies import POLICIES
 from service.sim.case import Case, cases_of
+from service.sim.figures import MetricSettings
 from service.sim.goodput import SearchSettings
-from service.sim.metric import MetricSettings
+from service.sim.tasks import LabSettings
 from service.sim.tuning import TuningSettings
 
 _KEYS = {"title", "policies", "metric", "search", "tuning", "case"}
@@ -37,9 +38,7 @@ class Suite:
     name: str
     title: str
     policies: tuple[str, ...]
-    metric: MetricSettings
-    search: SearchSettings
-    tuning: TuningSettings
+    settings: LabSettings
     cases: tuple[Case, ...]
 
     def case(self, name: str) -> Case:
@@ -86,9 +85,11 @@ def parse_suite(name: str, data: Mapping[str, Any]) -> Suite:
         name,
         str(data.get("title", name)),
         policies,
-        _settings(MetricSettings, name, "metric", data),
-        _settings(SearchSettings, name, "search", data),
-        _settings(TuningSettings, name, "tuning", data),
+        LabSettings(
+            _settings(MetricSettings, name, "metric", data),
+            _settings(SearchSettings, name, "search", data),
+            _settings(TuningSettings, name, "tuning", data),
+        ),
         cases,
     )
 

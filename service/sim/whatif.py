@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from service.core.types import Lane
 from service.sim.case import Case, Limits
 from service.sim.exhibits.exhibit import Plot, Series
+from service.sim.figures import MetricSettings, PointFigures
 from service.sim.lengths import TOKENS_MAX
-from service.sim.metric import MetricSettings, PointFigures
 from service.sim.point import run_with_records
 from service.sim.result import SimResult
 from service.sim.run_length import Load

@@ -1,0 +1,207 @@
+"""`plaserve lab`: suites of cases, exhibits, and the page that shows them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+from service.cli.failures import fail
+from service.sim.cache import DEFAULT_DIRECTORY, Cache
+from service.sim.exhibits.catalog import EXHIBITS
+from service.sim.exhibits.exhibit import Exhibit, Table
+from service.sim.exhibits.markdown import cell_text
+from service.sim.page import lab_json, write_page
+from service.sim.suite import Suite, load_suite, suite_names
+from service.sim.suite_report import (
+    OURS,
+    case_table,
+    draw_goodputs,
+    levels,
+    policy_table,
+    reference_table,
+)
+from service.sim.suite_run import SuiteResult, run_suite
+from service.sim.traces import MissingTrace
+
+WORKERS = max(1, os.cpu_count() or 1)
+PAGE_SUITES = ("quick",)
+BRIEF_CASE = ("case", OURS, "best peer", "its goodput", "ratio", "regret")
+BRIEF_RATE = ("case", "policy", "short in time %", "short p99 ms", "long in time %", "long p99 ms")
+
+Workers = Annotated[int, typer.Option(help="Processes.")]
+Directory = Annotated[Path, typer.Option("--cache", help="Where results are kept; delete it to start anew.")]
+
+
+def run(
+    suite: Annotated[str, typer.Argument(help="A suite of the package, or the path of a TOML file.")],
+    case: Annotated[list[str] | None, typer.Option(help="Only this case; may be given again.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Only this policy, with knobs if you like; may be given again.")
+    ] = None,
+    workers: Workers = WORKERS,
+    cache: Directory = DEFAULT_DIRECTORY,
+    out: Annotated[
+        Path | None, typer.Option(help="Results: lab.json, points.parquet, a JSON a case, plots.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Run a suite: goodput of every policy in every case. Goes on where it was stopped."""
+    loaded = _load(suite)
+    directory = out or cache / loaded.name
+    result = _run(loaded, case or (), policy or (), workers, cache, directory)
+    summary = result.summary()
+    for level in levels(summary):
+        draw_goodputs(summary, level, directory / f"goodput_{level.partition('.')[2]}.png")
+    if as_json:
+        typer.echo(json.dumps(summary, indent=1, allow_nan=False))
+        return
+    console = Console(highlight=False)
+    for level in levels(summary):
+        brief = _columns(case_table(summary, level), BRIEF_CASE)
+        console.print(_table(brief, f"Goodput at {float(level):.0%}, requests/s (simulated)"))
+        console.print(_table(policy_table(summary, level), "Geometric means over the cases"))
+    console.print(_table(_columns(reference_table(summary), BRIEF_RATE), "At a common rate"))
+    for skipped in result.skipped:
+        console.print(f"skipped {skipped.case}: {skipped.why}", style="yellow", markup=False)
+    console.print(f"Written to {directory}", markup=False)
+
+
+def suites() -> None:
+    """The suites of the package."""
+    table = RichTable("suite", "cases", "policies", "", box=box.ROUNDED, header_style="bold")
+    for name in suite_names():
+        suite = load_suite(name)
+        table.add_row(name, str(len(suite.cases)), str(len(suite.policies)), suite.title)
+    Console(highlight=False).print(table)
+
+
+def exhibits(
+    names: Annotated[
+        list[str] | None, typer.Argument(help=f"Of {', '.join(EXHIBITS)}; all by default.")
+    ] = None,
+) -> None:
+    """The published tables beside ours, printed."""
+    console = Console(highlight=False)
+    for exhibit in _exhibits(names or tuple(EXHIBITS)):
+        console.print(_table(exhibit.table, f"{exhibit.title} ({exhibit.kind})"))
+        console.print(f"Published: {exhibit.published}", markup=False)
+        console.print(exhibit.reading + "\n", markup=False)
+
+
+def page(
+    out: Annotated[Path, typer.Option(help="Folder for lab.md and its folder lab.")] = Path("docs"),
+    suite: Annotated[list[str] | None, typer.Option(help="Suites on the page; quick by default.")] = None,
+    workers: Workers = WORKERS,
+    cache: Directory = DEFAULT_DIRECTORY,
+    from_json: Annotated[
+        Path | None, typer.Option(help="Run nothing; make the page from this lab.json.", exists=True)
+    ] = None,
+) -> None:
+    """Make the lab's page: suites and exhibits, plots, one JSON."""
+    if from_json is not None:
+        data: dict[str, Any] = json.loads(from_json.read_text(encoding="utf-8"))
+    else:
+        ran = [
+            _run(loaded, (), (), workers, cache, cache / loaded.name)
+            for loaded in [_load(name) for name in suite or PAGE_SUITES]
+        ]
+        data = lab_json(_exhibits(tuple(EXHIBITS)), ran)
+    typer.echo(f"Written to {write_page(data, out)}")
+
+
+def _load(name: str) -> Suite:
+    try:
+        return load_suite(name)
+    except ValueError as error:
+        fail(error)
+
+
+def _run(
+    suite: Suite, cases: Sequence[str], policies: Sequence[str], workers: int, cache: Path, directory: Path
+) -> SuiteResult:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[last]}", style="dim"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        every = progress.add_task(f"suite {suite.name}", total=len(cases or suite.cases), last="")
+        current: list[Any] = []
+
+        def began(case: Any) -> None:
+            if current:
+                progress.advance(every)
+                progress.remove_task(current.pop())
+            current.append(progress.add_task(f"  {case.name}", total=None, last=""))
+
+        def ended(step: Any) -> None:
+            last = f"{step.stage} {step.policy}" + (" (known)" if step.cached else "")
+            progress.update(current[0], total=step.total, completed=step.done, last=last)
+
+        try:
+            return run_suite(
+                suite,
+                cases=[suite.case(name) for name in cases],
+                policies=policies,
+                workers=workers,
+                cache=Cache(cache),
+                directory=directory,
+                progress=ended,
+                began=began,
+            )
+        except ValueError as error:
+            fail(error)
+
+
+def _exhibits(names: Sequence[str]) -> list[Exhibit]:
+    for name in names:
+        if name not in EXHIBITS:
+            fail(f"no exhibit {name!r}; choose from {', '.join(EXHIBITS)}", 2)
+    columns = (TextColumn("exhibit {task.description}"), BarColumn(), TimeElapsedColumn())
+    found = []
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("", total=len(names))
+            for name in names:
+                progress.update(task, description=name)
+                found.append(EXHIBITS[name]())
+                progress.advance(task)
+    except MissingTrace as error:
+        fail(error)
+    return found
+
+
+def _columns(table: Table, wanted: Sequence[str]) -> Table:
+    """Those that fit a terminal of 80 columns; the page has all."""
+    numbers = [table.columns.index(name) for name in wanted]
+    return Table(tuple(wanted), tuple(tuple(row[n] for n in numbers) for row in table.rows))
+
+
+def _table(table: Table, title: str) -> RichTable:
+    shown = RichTable(title=title, title_justify="left", box=box.ROUNDED, header_style="bold")
+    for number, column in enumerate(table.columns):
+        text = any(isinstance(row[number], str) for row in table.rows)
+        shown.add_column(column, justify="left" if text else "right")
+    for row in table.rows:
+        shown.add_row(*(cell_text(cell) for cell in row))
+    return shown
+
+
+def register(app: typer.Typer) -> None:
+    lab = typer.Typer(no_args_is_help=True, help="Simulate: suites of cases, published tables, their page.")
+    lab.command()(run)
+    lab.command()(suites)
+    lab.command()(exhibits)
+    lab.command()(page)
+    app.add_typer(lab, name="lab")

@@ -1,0 +1,113 @@
+"""The lab's page: everything that was computed and simulated, from one JSON, as Markdown and pictures.
+
+    lab.json    {"version", "exhibits": [...], "suites": {name: {"title", "summary", "skipped", "settings"}}}
+
+The page and the pictures follow from that file alone, so equal files give equal pages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from service.sim.exhibits.exhibit import Exhibit, from_json, to_json
+from service.sim.exhibits.markdown import exhibit_markdown, table_markdown
+from service.sim.plots import draw
+from service.sim.suite_report import case_table, draw_goodputs, levels, policy_table, reference_table
+from service.sim.suite_run import SuiteResult
+from service.sim.tasks import LabSettings
+
+PICTURES = "lab"
+_SETTINGS = TypeAdapter(LabSettings)
+
+HEAD = """\
+# The lab
+
+Made by `plaserve lab page`; [lab.json](lab/lab.json) holds every figure on it. Nothing here was measured on a
+GPU. *Computed* figures come from the cost model alone, *simulated* ones from the scheduling core that serves,
+run in virtual time over that cost model. The cost models rest on published estimates for H200
+([cost model](cost-model.md)); passes above 4,096 tokens are extrapolated. Who is compared stands in
+[policies](policies/README.md), how in [metric](metric.md) and [workloads](workloads.md); how far the simulator
+itself can be trusted, in [outside checks](outside-checks.md).
+"""
+
+
+def lab_json(exhibits: Sequence[Exhibit], suites: Sequence[SuiteResult]) -> dict[str, Any]:
+    return {
+        "version": version("plaserve"),
+        "exhibits": [to_json(exhibit) for exhibit in exhibits],
+        "suites": {
+            result.suite.name: {
+                "title": result.suite.title,
+                "settings": _SETTINGS.dump_python(result.suite.settings, mode="json"),
+                "summary": result.summary(),
+                "skipped": [{"case": s.case, "why": s.why} for s in result.skipped],
+            }
+            for result in suites
+        },
+    }
+
+
+def write_page(data: Mapping[str, Any], directory: Path) -> Path:
+    """`lab.md` in `directory`, the rest in its folder `lab`."""
+    pictures = directory / PICTURES
+    pictures.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+    (pictures / "lab.json").write_text(text, encoding="utf-8")
+    exhibits = [from_json(plain) for plain in data["exhibits"]]
+    for exhibit in exhibits:
+        for plot in exhibit.plots:
+            draw(plot, pictures / f"{plot.name}.png")
+    parts = [HEAD]
+    for name, suite in data["suites"].items():
+        parts += _suite(name, suite, pictures)
+    parts.append("## The published tables beside ours\n")
+    parts += [exhibit_markdown(exhibit, PICTURES) for exhibit in exhibits]
+    path = directory / "lab.md"
+    path.write_text("\n".join(parts), encoding="utf-8")
+    return path
+
+
+def _suite(name: str, suite: Mapping[str, Any], pictures: Path) -> Iterator[str]:
+    summary = suite["summary"]
+    yield f"## Suite {suite['title']}\n"
+    yield _how(suite["settings"], summary)
+    for level in levels(summary):
+        percent = f"{float(level):.0%}"
+        picture = f"{name}_{level.partition('.')[2]}.png"
+        draw_goodputs(summary, level, pictures / picture)
+        yield f"### Goodput at {percent} attainment in each lane, requests/s\n"
+        yield f"![Goodput over its bound, {percent}]({PICTURES}/{picture})\n"
+        yield table_markdown(case_table(summary, level)) + "\n"
+        yield (
+            f"Geometric means over the cases, {percent}. *leads*: cases in which it has the highest goodput. "
+            "Cases without goodput are not in the means.\n"
+        )
+        yield table_markdown(policy_table(summary, level)) + "\n"
+    share = suite["settings"]["reference_ratio"]
+    if share is not None:
+        yield f"### At a common rate, {share:.0%} of the bound\n"
+        yield table_markdown(reference_table(summary)) + "\n"
+    if summary["without_goodput"]:
+        yield f"No peer has any goodput in: {', '.join(summary['without_goodput'])}.\n"
+    if suite["skipped"]:
+        yield "Skipped, because the trace is not here:\n"
+        yield "\n".join(f"- {item['case']}: {item['why']}" for item in suite["skipped"]) + "\n"
+
+
+def _how(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    metric, tuning = settings["metric"], settings["tuning"]
+    seeds = sorted({len(case["seeds"]) for case in summary["cases"].values()})
+    return (
+        f"Windows of at least {metric['window_s_min']:g} s and {metric['window_targets_min']:g} targets; a "
+        f"lane counts from {metric['lane_requests_min']} requests on; {' or '.join(map(str, seeds))} seed(s); "
+        f"knobs of every policy tuned with up to {tuning['budget']} candidates. The metric in full asks for "
+        "60 s, 100 targets, 2,000 requests and three seeds. Goodput is the highest rate that was run and "
+        "held; with one seed it is good to about the tolerance of the search, "
+        f"{settings['search']['tolerances'][0]:.0%}, and to the luck of that seed.\n"
+    )
