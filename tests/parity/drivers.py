@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from virtual_loop import run_virtually
 
 from engines.blocks import chain_hashes
+from engines.models import load_model
 from engines.simulated import SimulatedModel
 from engines.simulated_settings import (
     Behaviour,
     Fault,
     Setting,
+    engine_setting,
     h200_32b_like,
     padded_grid_like,
     small_cpu_like,
@@ -29,6 +31,10 @@ from service.runtime.worker import LocalWorker, TimedRunner
 from service.sim.kernel import SimResult, run
 
 HORIZON_S = 300.0  # long after the last of a handful of requests
+
+
+def trtllm_like() -> Setting:
+    return engine_setting(load_model("qwen3-32b"), "trtllm_like")
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Workload:
 
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
-    setting = draw(st.sampled_from([h200_32b_like, small_cpu_like, padded_grid_like]))
+    setting = draw(st.sampled_from([h200_32b_like, small_cpu_like, padded_grid_like, trtllm_like]))
     block_tokens = setting()[0].block_tokens
     requests, token_ids = [], {}
     now_s = 0.0
