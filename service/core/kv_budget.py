@@ -29,10 +29,11 @@ class KvBudget:
         """Promise blocks, unless the request holds some already. Raises ValueError beyond the total."""
         if request_id in self._held:
             return
-        if not self.fits(tokens):
+        blocks = self.blocks_for(tokens)
+        if self.blocks_reserved + blocks > self.blocks_total:
             raise ValueError(f"KV budget exceeded by {request_id}: ask fits() first")
-        self._held[request_id] = self.blocks_for(tokens)
-        self.blocks_reserved += self._held[request_id]
+        self._held[request_id] = blocks
+        self.blocks_reserved += blocks
 
     def release(self, request_id: str) -> None:
         self.blocks_reserved -= self._held.pop(request_id, 0)

@@ -21,7 +21,7 @@ from service.core.prefix_index import PrefixIndex, PrefixTable
 from service.core.pricing import Pricer
 from service.core.settings import SchedulerSettings
 from service.core.tracked import Tracked
-from service.core.types import DispatchNumbers, InstanceSpec, Lane, Reason
+from service.core.types import DispatchNumbers, InstanceSpec, Lane, Reason, Request
 
 
 @dataclass(slots=True)
@@ -89,9 +89,19 @@ class Instance:
         """H on this instance: what the request has computed here, or what the prefix cache holds of it."""
         if tracked.instance_id == self.instance_id:
             return tracked.position
+        return self._cached_tokens(tracked.request) if tracked.request.block_hashes else 0
+
+    def item_of(self, tracked: Tracked) -> tuple[int, int]:
+        """(new tokens, history) of all that remains of a prompt here."""
         request = tracked.request
-        if not request.block_hashes:
-            return 0
+        if tracked.instance_id == self.instance_id:
+            history = tracked.position
+        else:
+            history = self._cached_tokens(request) if request.block_hashes else 0
+        return request.prompt_tokens - history, history
+
+    def _cached_tokens(self, request: Request) -> int:
+        """Looked up once for each version of the index: a plan asks many times."""
         if self._cached_version != self.prefix.version:
             self._cached.clear()
             self._cached_version = self.prefix.version
@@ -100,11 +110,6 @@ class Instance:
             known = self.prefix.cached_tokens(request.block_hashes, request.prompt_tokens)
             self._cached[request.request_id] = known
         return known
-
-    def item_of(self, tracked: Tracked) -> tuple[int, int]:
-        """(new tokens, history) of all that remains of a prompt here."""
-        history = self.history_of(tracked)
-        return tracked.request.prompt_tokens - history, history
 
     def boundary_tokens(self, history: int) -> int:
         """L_m(H) here."""
@@ -130,9 +135,8 @@ class Instance:
         """Whether the request can run here at all: not bound elsewhere, and no larger than this instance."""
         if tracked.instance_id is not None:
             return tracked.instance_id == self.instance_id
-        return tracked.kv_tokens_max <= self._tokens_max and (
-            self._decodes or tracked.request.max_new_tokens == 1
-        )
+        fits = tracked.kv_tokens_max <= self._tokens_max
+        return fits and (self._decodes or tracked.request.max_new_tokens == 1)
 
 
 class KvGate:

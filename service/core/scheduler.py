@@ -48,6 +48,7 @@ from service.core.types import (
 )
 
 FAILURES_MAX = 1  # a request is run again once
+_IDLE = Idle()
 _WAITING = (RequestState.QUEUED, RequestState.PARTIAL)
 
 
@@ -69,6 +70,7 @@ class PrefillScheduler:
         self._timeouts = Timeouts()
         self._arrivals: list[Tracked] = []  # since the last poll
         self._outbox: list[Command] = []
+        self._last = WaitUntil(math.inf, Reason.DEADLINE_PASSED)  # often the same from poll to poll
         self._turns = Turns(settings, policy, Dispatcher(policy, self._emit), self._emit)
         self._no_instance_since_s = -math.inf
         self._handlers: Mapping[type[Event], Callable[..., None]] = {
@@ -94,8 +96,9 @@ class PrefillScheduler:
 
     def poll(self, now_s: float) -> tuple[Command, ...]:
         """Everything to be done now; the last command says when to poll again."""
-        for timeout in self._timeouts.due(now_s):
-            self._reject(timeout.tracked, timeout.outcome, timeout.reason, now_s)
+        if self._timeouts.next_s <= now_s:
+            for timeout in self._timeouts.due(now_s):
+                self._reject(timeout.tracked, timeout.outcome, timeout.reason, now_s)
         for tracked in self.policy.late(now_s):
             if self.settings.late_policy is LatePolicy.REFUSE and tracked.state is RequestState.QUEUED:
                 self._reject(tracked, Outcome.REJECTED_LATE, Reason.TARGET_UNREACHABLE, now_s)
@@ -106,8 +109,10 @@ class PrefillScheduler:
         if wait is not None and wait.until_s < wake_s:
             wake_s, why = wait.until_s, wait.reason
         self._arrivals.clear()
+        if self._last.time_s != wake_s or self._last.reason is not why:
+            self._last = WaitUntil(wake_s, why)
         commands, self._outbox = self._outbox, []
-        return (*commands, WaitUntil(wake_s, why) if math.isfinite(wake_s) else Idle())
+        return (*commands, self._last if wake_s < math.inf else _IDLE)
 
     def target_of(self, request_id: str) -> tuple[Lane, float | None] | None:
         """Lane and TTFT target (seconds from arrival) of a live request; None if it is not live."""

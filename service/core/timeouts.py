@@ -48,7 +48,7 @@ class Timeouts:
         return len(self._row) + len(self._heap)
 
     def add(self, time_s: float, timeout: Timeout) -> None:
-        if len(self) >= self._sweep_at:
+        if len(self._row) + len(self._heap) >= self._sweep_at:
             self._sweep()
         self._joined += 1
         entry = (time_s, self._joined, timeout)
@@ -59,24 +59,22 @@ class Timeouts:
             heapq.heappush(self._heap, entry)
 
     def due(self, now_s: float) -> Iterator[Timeout]:
-        """Those that happen now; moot ones at the front are dropped, so `next_s` is a real one."""
-        self._drop_moot()
+        """Those that happen now."""
         while self.next_s <= now_s:
             from_row = not self._heap or (bool(self._row) and self._row[0] < self._heap[0])
             yield (self._row.popleft() if from_row else heapq.heappop(self._heap))[2]
-            self._drop_moot()
 
     @property
     def next_s(self) -> float:
-        next_s = self._heap[0][0] if self._heap else math.inf
-        return min(next_s, self._row[0][0]) if self._row else next_s
-
-    def _drop_moot(self) -> None:
-        """From both fronts."""
-        while self._row and self._row[0][2].moot:
-            self._row.popleft()
-        while self._heap and self._heap[0][2].moot:
-            heapq.heappop(self._heap)
+        """When the next one happens; moot ones in front of it are dropped."""
+        row, heap = self._row, self._heap
+        while row and row[0][2].moot:
+            row.popleft()
+        if not heap:
+            return row[0][0] if row else math.inf
+        while heap and heap[0][2].moot:
+            heapq.heappop(heap)
+        return min(row[0][0] if row else math.inf, heap[0][0] if heap else math.inf)
 
     def _sweep(self) -> None:
         self._row = deque(entry for entry in self._row if not entry[2].moot)

@@ -16,7 +16,7 @@ record is taken; the engines are behind the link (`cluster`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from engines.base import PassError
 from engines.simulated import SimulatedModel
@@ -30,6 +30,7 @@ from service.core.types import (
     Command,
     Dispatch,
     Event,
+    Idle,
     InstanceDown,
     InstanceSpec,
     InstanceUp,
@@ -148,6 +149,14 @@ class _FrontEnd:
         self._itl = GapHistogram()
         self._submitted = 0
         self._stopped = False
+        self._carriers: Mapping[type[Command], Callable[..., None]] = {
+            Dispatch: self._dispatch,
+            Revoke: self._revoke,
+            Abort: self._abort,
+            Reject: self._reject,
+            WaitUntil: self._wait_until,
+            Idle: self._idle,
+        }
         self._wake_s = math.inf
         self._heard = False  # an event since the last poll
         self._polled_s = -math.inf
@@ -194,7 +203,7 @@ class _FrontEnd:
         if self._keep_log:
             self._log.extend((now_s, command) for command in commands)
         for command in commands:
-            self._carry_out(command)
+            self._carriers[type(command)](command)
 
     # --- events in ---
 
@@ -219,23 +228,26 @@ class _FrontEnd:
 
     # --- commands out ---
 
-    def _carry_out(self, command: Command) -> None:
-        match command:
-            case Dispatch(instance_id, pass_, staged):
-                process = self._known[instance_id]
-                self.cluster.dispatch(process, pass_, self._brought(process, pass_), staged=staged)
-            case Revoke(instance_id, pass_id, _):
-                self.cluster.revoke(self._known[instance_id], pass_id)
-            case Abort(instance_id, request_id, _):
-                self.cluster.abort(self._known[instance_id], request_id)
-                if request_id in self._records:
-                    self._records[request_id].known_on = None
-            case Reject(request_id, outcome, reason):
-                self._end(request_id, outcome, reason)
-            case WaitUntil(time_s, _):
-                self._wake_s = time_s
-            case _:
-                self._wake_s = math.inf
+    def _dispatch(self, command: Dispatch) -> None:
+        process, pass_ = self._known[command.instance_id], command.pass_
+        self.cluster.dispatch(process, pass_, self._brought(process, pass_), staged=command.staged)
+
+    def _revoke(self, command: Revoke) -> None:
+        self.cluster.revoke(self._known[command.instance_id], command.pass_id)
+
+    def _abort(self, command: Abort) -> None:
+        self.cluster.abort(self._known[command.instance_id], command.request_id)
+        if command.request_id in self._records:
+            self._records[command.request_id].known_on = None
+
+    def _reject(self, command: Reject) -> None:
+        self._end(command.request_id, command.outcome, command.reason)
+
+    def _wait_until(self, command: WaitUntil) -> None:
+        self._wake_s = command.time_s
+
+    def _idle(self, command: Idle) -> None:
+        self._wake_s = math.inf
 
     def _brought(self, process: Process, pass_: Pass) -> list[Request]:
         """The requests that the engine hears of with this pass."""
