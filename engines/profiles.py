@@ -93,8 +93,12 @@ class Profiles:
             if rectangle is not None:
                 return rectangle
         if self.layout is Layout.PACKED:
-            asked = PassShape.of(items)
-            return self.packed(asked.tokens, asked.attention, asked.history, asked.requests)
+            tokens = attention = history = 0
+            for new, past in items:
+                tokens += new
+                attention += new * (new + 2 * past)
+                history += past
+            return self.packed(tokens, attention, history, len(items))
         return self.rectangle(len(items), max(new for new, _ in items), max(past for _, past in items))
 
     def packed(self, tokens: int, attention: float, history: int, requests: int) -> PassShape | None:
