@@ -35,7 +35,7 @@ from service.sim.traces import MissingTrace
 WORKERS = max(1, os.cpu_count() or 1)
 PAGE_SUITES = ("quick",)
 BRIEF_CASE = ("case", OURS, "best peer", "its goodput", "ratio", "regret")
-BRIEF_RATE = ("case", "policy", "short in time %", "short p99 ms", "long in time %", "long p99 ms")
+BRIEF_RATE = ("case", "policy", "short %", "short p99 ms", "long %", "long p99 ms")
 
 Workers = Annotated[int, typer.Option(help="Processes.")]
 Directory = Annotated[Path, typer.Option("--cache", help="Where results are kept; delete it to start anew.")]
@@ -69,7 +69,9 @@ def run(
         brief = _columns(case_table(summary, level), BRIEF_CASE)
         console.print(_table(brief, f"Goodput at {float(level):.0%}, requests/s (simulated)"))
         console.print(_table(policy_table(summary, level), "Geometric means over the cases"))
-    console.print(_table(_columns(reference_table(summary), BRIEF_RATE), "At a common rate"))
+    console.print(
+        _table(_columns(reference_table(summary), BRIEF_RATE), "At a common rate, in time and TTFT")
+    )
     for skipped in result.skipped:
         console.print(f"skipped {skipped.case}: {skipped.why}", style="yellow", markup=False)
     console.print(f"Written to {directory}", markup=False)

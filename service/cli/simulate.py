@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from service.cli.failures import fail
 from service.cli.simulate_view import answers_json, render, write_plots, write_rows
+from service.sim.perfetto import write_trace
 from service.sim.run_length import Load
 from service.sim.traces import MissingTrace
 from service.sim.whatif import ask, metric_for, question, rate_for, workload_of
@@ -72,7 +73,7 @@ def simulate(
     Everything is simulated: the scheduling core that serves, over a cost model.
     """
     console = Console(highlight=False)
-    policies = [name.strip() for name in policy.split(";" if ";" in policy or ":" in policy else ",")]
+    policies = policy_names(policy)
     try:
         workload = workload_of(
             trace,
@@ -88,7 +89,7 @@ def simulate(
             engine=engine,
             instances=instances,
             link_s=link_ms / 1e3,
-            targets=_targets(slo),
+            targets=targets_of(slo),
             seed=seed,
         )
         known = Load(case, metric_for(seconds), seed)
@@ -96,7 +97,8 @@ def simulate(
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("simulating", total=len(policies))
-            answers = ask(case, policies, rate_per_s, known, lambda _: progress.advance(task))
+            log_of = None if perfetto is None else policies[-1]
+            answers = ask(case, policies, rate_per_s, known, lambda _: progress.advance(task), log_of=log_of)
     except (ValueError, MissingTrace) as error:
         fail(error)
     console.print(render(case, answers, rate_per_s, known.capacity_per_s))
@@ -108,10 +110,15 @@ def simulate(
     if plot is not None:
         write_plots(answers, plot)
     if perfetto is not None:
-        fail("--perfetto is not wired")
+        write_trace(answers[-1].result, perfetto)
 
 
-def _targets(text: str) -> tuple[float, float, float]:
+def policy_names(text: str) -> list[str]:
+    """With commas between them, or with ';' where one has knobs, whose commas are its own."""
+    return [name.strip() for name in text.split(";" if ";" in text or ":" in text else ",")]
+
+
+def targets_of(text: str) -> tuple[float, float, float]:
     try:
         short_s, factor, offset_s = (float(piece) for piece in text.split(","))
     except ValueError:

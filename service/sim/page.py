@@ -32,8 +32,8 @@ Made by `plaserve lab page`; [lab.json](lab/lab.json) holds every figure on it. 
 GPU. *Computed* figures come from the cost model alone, *simulated* ones from the scheduling core that serves,
 run in virtual time over that cost model. The cost models rest on published estimates for H200
 ([cost model](cost-model.md)); passes above 4,096 tokens are extrapolated. Who is compared stands in
-[policies](policies/README.md), how in [metric](metric.md) and [workloads](workloads.md); how far the simulator
-itself can be trusted, in [outside checks](outside-checks.md).
+[policies](policies/README.md), how in [metric](metric.md) and [workloads](workloads.md); how far the
+simulator itself can be trusted, in [outside checks](outside-checks.md).
 """
 
 
@@ -103,11 +103,12 @@ def _suite(name: str, suite: Mapping[str, Any], pictures: Path) -> Iterator[str]
 def _how(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     metric, tuning = settings["metric"], settings["tuning"]
     seeds = sorted({len(case["seeds"]) for case in summary["cases"].values()})
+    length = f"{metric['window_s_min']:g} s and {metric['window_targets_min']:g} targets"
+    tolerance = f"{settings['search']['tolerances'][0]:.0%}"
     return (
-        f"Windows of at least {metric['window_s_min']:g} s and {metric['window_targets_min']:g} targets; a "
-        f"lane counts from {metric['lane_requests_min']} requests on; {' or '.join(map(str, seeds))} seed(s); "
-        f"knobs of every policy tuned with up to {tuning['budget']} candidates. The metric in full asks for "
-        "60 s, 100 targets, 2,000 requests and three seeds. Goodput is the highest rate that was run and "
-        "held; with one seed it is good to about the tolerance of the search, "
-        f"{settings['search']['tolerances'][0]:.0%}, and to the luck of that seed.\n"
+        f"Windows of at least {length}; a lane counts from {metric['lane_requests_min']} requests on; "
+        f"{' or '.join(map(str, seeds))} seed(s) a case; knobs of every policy tuned with up to "
+        f"{tuning['budget']} candidates. The metric in full asks for 60 s, 100 targets, 2,000 requests and "
+        "three seeds. Goodput is the highest rate that was run and held; with one seed it is good to about "
+        f"the tolerance of the search, {tolerance}, and to the luck of that seed.\n"
     )

@@ -30,13 +30,16 @@ def run_point(
     *,
     level: float = 0.0,
     load: Load | None = None,
+    static: bool = False,
 ) -> PointFigures:
     """The figures of `policy` at a rate (None: closed loop).
 
     level: the run is stopped when it can't attain this; 0: never. load: of the same case, metric and seed, so
-        that it is not looked at again.
+        that it is not looked at again. static: roles stay as the case gives them, without a controller.
     """
-    figures, _ = run_with_records(case, policy, rate_per_s, seed, metric, level=level, load=load)
+    figures, _ = run_with_records(
+        case, policy, rate_per_s, seed, metric, level=level, load=load, static=static
+    )
     return figures
 
 
@@ -50,8 +53,13 @@ def run_with_records(
     level: float = 0.0,
     load: Load | None = None,
     sample_s: float | None = None,
+    static: bool = False,
+    keep_log: bool = False,
 ) -> tuple[PointFigures, SimResult | None]:
-    """The same, with the run itself, for plots; None where nothing could be scored and so nothing was run."""
+    """The same, with the run itself, for plots; None where nothing could be scored and so nothing was run.
+
+    sample_s, keep_log: of the kernel.
+    """
     load = load or Load(case, metric, seed)
     if rate_per_s is not None and rate_per_s > load.rate_max_per_s * (1.0 + 1e-9):
         return unscored_point(rate_per_s, seed), None  # above capacity; its window would be too short
@@ -64,9 +72,9 @@ def run_with_records(
         load.source(plan),
         until_s=plan.until_s,
         link_s=case.link_s,
-        controller=make_controller(policy, settings),
+        controller=None if static else make_controller(policy, settings),
         observer=watch,
-        keep_log=False,
+        keep_log=keep_log,
         sample_s=sample_s,
     )
     figures = point_figures(

@@ -100,15 +100,16 @@ def policy_table(summary: Summary, level: str) -> Table:
 
 
 def reference_table(summary: Summary) -> Table:
-    """TTFT by lane at the rate common to all policies of a case (`reference_ratio` of the bound)."""
+    """By lane, at the rate common to all policies of a case (`reference_ratio` of the bound): TTFT, and the
+    share of requests in time."""
     rows: list[tuple[Cell, ...]] = []
     for name, case in summary["cases"].items():
         for policy in (BASE, "laps_slides", OURS):
             points = case["policies"].get(policy, {}).get("points", ())
             if points:
                 rows.append((name, policy, *_reference_row(points)))
-    columns = ("case", "policy", "requests/s", "short in time %", "short mean ms", "short p99 ms")
-    return Table((*columns, "long in time %", "long mean ms", "long p99 ms"), tuple(rows))
+    columns = ("case", "policy", "requests/s", "short %", "short mean ms", "short p99 ms")
+    return Table((*columns, "long %", "long mean ms", "long p99 ms"), tuple(rows))
 
 
 def _reference_row(points: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
@@ -146,7 +147,7 @@ def draw_goodputs(summary: Summary, level: str, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0.0, 1.02)
     style(axes, f"Goodput at {float(level):.0%} attainment over its bound (simulated)", "goodput / bound", "")
-    axes.legend(fontsize=7.5, frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.1))
+    picture.legend(fontsize=7.5, frameon=False, ncols=5, loc="outside lower center")
     save(picture, path)
 
 

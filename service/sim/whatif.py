@@ -139,12 +139,19 @@ def ask(
     rate_per_s: float | None,
     load: Load,
     done: Callable[[str], None] = lambda policy: None,
+    *,
+    log_of: str | None = None,
 ) -> list[Answer]:
-    """Run every policy on the same requests. Raises ValueError for a rate far beyond capacity."""
+    """Run every policy on the same requests; the run of `log_of` keeps its log.
+
+    Raises ValueError for a rate far beyond capacity.
+    """
     seed = case.seeds[0]
     answers = []
     for policy in policies:
-        figures, result = run_with_records(case, policy, rate_per_s, seed, load.metric, load=load)
+        figures, result = run_with_records(
+            case, policy, rate_per_s, seed, load.metric, load=load, keep_log=policy == log_of
+        )
         if result is None:
             raise ValueError(
                 f"{rate_per_s:.4g} requests/s is above {load.rate_max_per_s:.4g}, more than these instances "
