@@ -87,7 +87,7 @@ def plan(
 def render(found: FleetPlan) -> RenderableType:
     title = f"{found.rate_per_s:.4g} requests/s, {found.level:.0%} of each lane in time (simulated)"
     sizes = Table(box=box.ROUNDED, header_style="bold", title=title, title_justify="left")
-    for column in ("policy", "instances", *_COLUMNS):
+    for column in ("policy", "count", *_COLUMNS):
         sizes.add_column(
             column, justify="left" if column == "policy" else "right", no_wrap=column == "policy"
         )

@@ -66,6 +66,8 @@ def draw(plot: Plot, path: Path) -> None:
     if plot.x_log:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
+    elif all(x == round(x) for series in plot.series for x in series.x):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     if plot.y_log:
         axes.set_yscale("log")
     else:
