@@ -63,6 +63,13 @@ def test_the_window() -> None:
     assert [ids for _, ids in starts(result)] == [["r1"], ["r0"]]
 
 
+def test_the_window_starts_again_behind_a_batch() -> None:
+    """20 shorts, of which a pass takes 16: the other four wait for a whole window from its start."""
+    drawn = [*[(0.0, 10)] * 7, *[(0.03, 10)] * 13]
+    result, _ = simulate(arrivals_of(drawn), policy="laps_artifact:window_s=0.05", on=ENGINE)
+    assert [(now_s, len(ids)) for now_s, ids in starts(result)] == [(0.03, 16), (0.08, 4)]
+
+
 def test_the_cache_does_not_make_a_prompt_short() -> None:
     """The raw length counts: a long prompt that is cached but for a few tokens still goes the long way."""
     hashes = tuple(range(31))
