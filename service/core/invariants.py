@@ -2,7 +2,7 @@
 
 Conservation: submitted = ended + live. Place: every live request waits in the queue, is in exactly one pass,
 or decodes between steps. Memory: promises never exceed the blocks, and belong to live requests or to passes
-that run unheard. Passes: no request twice, none larger than a profile.
+that run unheard. Passes: no request twice, none larger than a profile. Turns: no free instance is forgotten.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ def _check_places(scheduler: PrefillScheduler) -> None:
     assert all(n == 1 for n in waiting.values()), "a request waits twice"
     in_pass: Counter[str] = Counter()
     for instance in scheduler.instances.values():
+        assert instance.running is not None or scheduler.turns.will_ask(instance), (
+            "a free instance is forgotten"
+        )
+        assert instance.running is not None or instance.staged is None, "staged behind nothing"
         for flight in (instance.running, instance.staged):
             if flight is None:
                 continue

@@ -71,7 +71,7 @@ class PrefillScheduler:
         self._arrivals: list[Tracked] = []  # since the last poll
         self._outbox: list[Command] = []
         self._last = WaitUntil(math.inf, Reason.DEADLINE_PASSED)  # often the same from poll to poll
-        self._turns = Turns(settings, policy, Dispatcher(policy, self._emit), self._emit)
+        self.turns = Turns(settings, policy, Dispatcher(policy, self._emit), self._emit)
         self._no_instance_since_s = -math.inf
         self._handlers: Mapping[type[Event], Callable[..., None]] = {
             Submit: self._submit,
@@ -92,7 +92,7 @@ class PrefillScheduler:
     def on_event(self, event: Event, now_s: float) -> None:
         self._handlers[type(event)](event, now_s)
         if type(event) is not PassStarted:
-            self._turns.changed()
+            self.turns.changed()
 
     def poll(self, now_s: float) -> tuple[Command, ...]:
         """Everything to be done now; the last command says when to poll again."""
@@ -105,7 +105,7 @@ class PrefillScheduler:
         wake_s, why = self._timeouts.next_s, Reason.DEADLINE_PASSED
         if not self.instances and self.live:
             wake_s, why = min((wake_s, why), (self._give_up(now_s), Reason.NO_INSTANCE))
-        wait = self._turns.take(self._arrivals, now_s)
+        wait = self.turns.take(self._arrivals, now_s)
         if wait is not None and wait.until_s < wake_s:
             wake_s, why = wait.until_s, wait.reason
         self._arrivals.clear()
@@ -205,14 +205,14 @@ class PrefillScheduler:
             return
         if flight.start_s != now_s:  # it is when it was expected to, as a rule
             flight.start_s = now_s
-            self._turns.touch(instance)
+            self.turns.touch(instance)
 
     def _revoked(self, event: PassRevoked, now_s: float) -> None:
         instance = self.instances.get(event.instance_id)
         if instance is None or instance.staged is None or instance.staged.pass_.pass_id != event.pass_id:
             return
         flight, instance.staged = instance.staged, None
-        self._turns.touch(instance)
+        self.turns.touch(instance)
         for item in flight.pass_.items:
             tracked = self.live.get(item.request_id)
             if tracked is None:
@@ -308,7 +308,7 @@ class PrefillScheduler:
         if instance is None or instance.running is None or instance.running.pass_.pass_id != pass_id:
             return None
         instance.running, instance.staged = instance.staged, None
-        self._turns.touch(instance)
+        self.turns.touch(instance)
         if instance.running is not None:
             for item in instance.running.pass_.items:
                 if item.request_id in self.live:
@@ -349,7 +349,7 @@ class PrefillScheduler:
         instance = Instance(event.spec, self.settings, self._places, self._prefixes)
         self.instances[instance_id] = instance
         self._intake.changed()
-        self._turns.touch(instance)
+        self.turns.touch(instance)
         self.policy.instance_up(instance, now_s)
 
     def _instance_down(self, event: InstanceDown, now_s: float) -> None:
@@ -358,7 +358,7 @@ class PrefillScheduler:
             return
         instance.prefix.forget()
         self._intake.changed()
-        self._turns.left(instance)
+        self.turns.left(instance)
         self.policy.instance_down(instance, now_s)
         self._unheard = {r: i for r, i in self._unheard.items() if i != event.instance_id}
         self._no_instance_since_s = now_s

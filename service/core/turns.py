@@ -58,6 +58,10 @@ class Turns:
         self._touched[instance.place] = instance
         self._changed = True
 
+    def will_ask(self, instance: Instance) -> bool:
+        """Whether the next poll asks `instance` where anything waits (for checks)."""
+        return instance.place in self._open or instance.place in self._touched
+
     def changed(self) -> None:
         """The queue or something else that plans depend on."""
         self._changed = True

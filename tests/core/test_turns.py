@@ -55,10 +55,10 @@ def decisions(
     scheduler = make_scheduler(policy, SchedulerSettings(stage_lead_s=lead_s, age_bound_s=0.5))
     if everybody:
         turns = AskingEverybody(
-            scheduler.settings, scheduler.policy, scheduler._turns._dispatcher, scheduler._emit
+            scheduler.settings, scheduler.policy, scheduler.turns._dispatcher, scheduler._emit
         )
         turns.scheduler = scheduler
-        scheduler._turns = turns
+        scheduler.turns = turns
     now_s, arrivals = 0.0, []
     for number, (gap_s, prompt, answer) in enumerate(load):
         now_s += gap_s
