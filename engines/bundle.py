@@ -24,7 +24,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    WrapSerializer,
+)
 
 from engines.cost_model import CostModel
 from engines.profiles import Profiles
@@ -69,6 +77,14 @@ def _exact_fields(cls: type) -> Callable[[Any], Any]:
         return value
 
     return check
+
+
+def _dump_known(value: Any, dump: SerializerFunctionWrapHandler) -> Any:
+    """Fields that came after the first bundles are left out while empty, so that those still open."""
+    return {name: found for name, found in dump(value).items() if found or name not in _LATER_FIELDS}
+
+
+_LATER_FIELDS = ("part_s", "captured")
 
 
 class _Part(BaseModel):
@@ -133,7 +149,7 @@ class Text(_Part):
 class Cost(_Part):
     """The fitted cost model of this machine and how good the fit is (relative errors, tokens)."""
 
-    model: Annotated[CostModel, BeforeValidator(_exact_fields(CostModel))]
+    model: Annotated[CostModel, BeforeValidator(_exact_fields(CostModel)), WrapSerializer(_dump_known)]
     median_error: float
     worst_error: float
     sample_count: int
@@ -156,7 +172,7 @@ class Manifest(_Part):
     model: Model
     backend: Backend
     cpu: CpuIdentity
-    profiles: Annotated[Profiles, BeforeValidator(_exact_fields(Profiles))]
+    profiles: Annotated[Profiles, BeforeValidator(_exact_fields(Profiles)), WrapSerializer(_dump_known)]
     limits: Limits
     text: Text
     cost: Cost

@@ -98,6 +98,30 @@ def refusal(path: Path, host: Host = HOST) -> BundleMismatch:
     return error
 
 
+LATER = (("cost", "model", "part_s", 0.5), ("profiles", "captured", [[8, 1]]))
+
+
+@pytest.mark.parametrize("where", LATER)
+def test_fields_of_later_versions_are_written_only_where_they_say_something(
+    bundle: Path, where: tuple[Any, ...]
+) -> None:
+    """A bundle that was built before they existed is the same text, and opens."""
+    *path, name, value = where
+    found = json.loads((bundle / MANIFEST).read_text())
+    for key in path:
+        found = found[key]
+    assert name not in found
+    open_bundle(bundle, host=HOST)
+
+    def add(data: dict[str, Any]) -> None:
+        for key in path:
+            data = data[key]
+        data[name] = value
+
+    edit(bundle, add)
+    assert refusal(bundle).field
+
+
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
     return write(tmp_path / "bundle")
