@@ -30,6 +30,7 @@ from service.policies import POLICIES
 
 PREFIX = "PLASERVE_"
 CONFIG_VARIABLE = "PLASERVE_CONFIG"
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "PLASERVE_TRACES", "PLASERVE_DYNAMO_PYTHON"})  # no settings
 
 
 class SettingsError(Exception):
@@ -194,7 +195,7 @@ def known_keys() -> dict[str, set[str]]:
 def _check_environment(environment: Mapping[str, str]) -> None:
     keys = known_keys()
     for variable in sorted(environment):
-        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
             continue
         group, _, name = variable[len(PREFIX) :].lower().rpartition("__")
         if name not in keys.get(group, set()):

@@ -97,3 +97,9 @@ def test_every_setting_is_documented() -> None:
         if f"`{f'{group}.' if group else ''}{name}`" not in page
     ]
     assert not missing
+
+
+def test_variables_that_are_no_settings_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`PLASERVE_TRACES` belongs to the lab; a service started beside it must not refuse it."""
+    monkeypatch.setenv("PLASERVE_TRACES", "/nowhere")
+    load_settings()
