@@ -236,11 +236,13 @@ class Case:
             make_model=make,
             up_s=next((join.at_s for join in self.joins if join.instance == number), 0.0),
             outages=tuple(
-                (outage.from_s, math.inf if outage.to_s is None else outage.to_s)
-                for outage in self.outages
-                if outage.instance == number
+                sorted(
+                    (outage.from_s, math.inf if outage.to_s is None else outage.to_s)
+                    for outage in self.outages
+                    if outage.instance == number
+                )
             ),
-            speed=tuple((s.from_s, s.factor) for s in self.speeds if s.instance in (None, number)),
+            speed=tuple(sorted((s.from_s, s.factor) for s in self.speeds if s.instance in (None, number))),
             cold_passes=self.cold_passes,
             cold_factor=self.cold_factor,
         )

@@ -36,8 +36,8 @@ from service.sim.bounds import Bools, Floats, Jobs
 
 Ints = NDArray[np.int64]
 
-SLOTS_MAX = 512
-SLOTS_PER_TARGET = 4  # of the shortest target, where SLOTS_MAX allows
+SLOTS_MAX = 1024
+SLOTS_PER_TARGET = 8  # of the shortest target, where SLOTS_MAX allows
 _CLASSES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 1.0)  # quantiles of size that bound the classes of a lane
 _FEASIBLE = 1e-6  # z is compared up to this
 

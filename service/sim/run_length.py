@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 
@@ -75,10 +75,9 @@ class Load:
         self._last: tuple[float, Expected] | None = None
         self.scored: tuple[Lane, ...] = ()
         self._first = self._count = 0
+        self._choose_lanes()
         if case.scales:
             self._choose_range()
-        else:
-            self._choose_lanes()
 
     def _look_at(self, drawn: Expected) -> None:
         jobs = drawn.jobs
@@ -153,70 +152,66 @@ class Load:
 
     # --- its length ---
 
-    def _window_s_min(self, lanes: Collection[Lane]) -> float:
-        return max(self.metric.window_s_min_for(self._target_s[lane]) for lane in lanes)
+    def _choose_lanes(self) -> None:
+        """Those for which a run can hold enough requests, and whether it can then be long enough."""
+        most = self._requests_most
+        needed = {lane: 1.1 * self.metric.lane_requests_min / share for lane, share in self._shares.items()}
+        self.scored = tuple(lane for lane, requests in needed.items() if requests <= most)
+        if self.case.closed:
+            self.scored = tuple(self._shares)
+        elif not self.scored:
+            raise ValueError(self._too_few(min(needed.values()), "lane_requests_min"))
+        window_s, limit_s = self._window_s_min(), self.case.limits.window_s
+        if limit_s is not None and limit_s < window_s:
+            raise ValueError(
+                f"case {self.case.name}: limits.window_s is {limit_s:g}, the metric asks for {window_s:.4g}"
+            )
+        if not self.case.closed and (limit_s or window_s) * self.rate_max_per_s > most:
+            raise ValueError(
+                self._too_few((limit_s or window_s) * self.rate_max_per_s, "window_s_min, window_targets_min")
+            )
+
+    @property
+    def _requests_most(self) -> int:
+        """In a window."""
+        return int(self.case.limits.requests_max / (1.0 + self.metric.warmup_ratio)) - 2
+
+    def _window_s_min(self) -> float:
+        return max(self.metric.window_s_min_for(self._target_s[lane]) for lane in self.scored)
 
     def _choose_range(self) -> None:
-        """The shortest range of requests that will do, with as many lanes scored as fit."""
-        lanes = tuple(self._shares)
-        most = int(self.case.limits.requests_max / (1.0 + self.metric.warmup_ratio)) - 2
-        while lanes:
-            size = self._range_for(lanes, most)
-            if size is not None:
-                self._first, self._count, self.scored = (
-                    math.ceil(self.metric.warmup_ratio * size),
-                    size,
-                    lanes,
-                )
-                return
-            lanes = lanes[:-1]
-        raise ValueError(self._too_short(self.rate_max_per_s * self._window_s_min(tuple(self._shares)[:1])))
-
-    def _range_for(self, lanes: tuple[Lane, ...], most: int) -> int | None:
-        wanted = self.metric.lane_requests_min
-        span = self.rate_max_per_s * self._window_s_min(lanes)  # seconds at rate 1
-        size = math.ceil(max(span, *(wanted / self._shares[lane] for lane in lanes)))
-        while size <= most:
+        """The shortest range of requests that will do; a lane that misses its number after all by chance is
+        not scored."""
+        wanted, span = self.metric.lane_requests_min, self.rate_max_per_s * self._window_s_min()
+        size = math.ceil(max(span, *(wanted / self._shares[lane] for lane in self.scored)))
+        while True:
             first = math.ceil(self.metric.warmup_ratio * size)
             if first + size >= len(self._drawn.ids):
                 self._drawn = self._draw(1.0, min(self.case.limits.requests_max, 2 * (first + size + 1)))
             jobs = self._drawn.jobs
-            enough = all(int(jobs.of(lane)[first : first + size].sum()) >= wanted for lane in lanes)
-            if enough and jobs.arrival_s[first + size - 1] - jobs.arrival_s[first] >= span:
-                return size
-            size = math.ceil(1.02 * size) + 1
-        return None
-
-    def _choose_lanes(self) -> None:
-        """Those with enough requests at the highest rate, where a window of time holds fewest."""
-        most = self.case.limits.requests_max / (1.0 + self.metric.warmup_ratio)
-        lanes = tuple(self._shares)
-        if self.case.closed:
-            self.scored = lanes
-            return
-        while lanes:
-            self.scored = lanes
-            if self._window_s(self.rate_max_per_s) * self.rate_max_per_s <= most:
+            enough = all(int(jobs.of(lane)[first : first + size].sum()) >= wanted for lane in self.scored)
+            long_enough = jobs.arrival_s[first + size - 1] - jobs.arrival_s[first] >= span
+            larger = math.ceil(1.02 * size) + 1
+            if (enough and long_enough) or larger > self._requests_most:
+                self._first, self._count = first, size
                 return
-            lanes = () if self.case.limits.window_s else lanes[:-1]
-        needed_s = self.case.limits.window_s or self._window_s_min(tuple(self._shares)[:1])
-        raise ValueError(self._too_short(self.rate_max_per_s * needed_s))
+            size = larger
 
     def _window_s(self, rate_per_s: float | None) -> float:
         if self.case.limits.window_s is not None:
             return self.case.limits.window_s
-        window_s = self._window_s_min(self.scored)
+        window_s = self._window_s_min()
         if rate_per_s is None:
             return window_s
         per_lane = (1.1 * self.metric.lane_requests_min / self._shares[lane] for lane in self.scored)
         return max(window_s, *(requests / rate_per_s for requests in per_lane))
 
-    def _too_short(self, requests: float) -> str:
-        needed = math.ceil(1.05 * requests * (1.0 + self.metric.warmup_ratio))
+    def _too_few(self, requests: float, settings: str) -> str:
+        needed = math.ceil(1.1 * requests * (1.0 + self.metric.warmup_ratio))
         return (
             f"case {self.case.name}: limits.requests_max is {self.case.limits.requests_max}, too few for the "
-            f"shortest window of the metric at {self.rate_max_per_s:.4g} requests/s; raise it to {needed}, "
-            "or state a shorter window (window_s_min, window_targets_min) for a quick suite"
+            f"metric at {self.rate_max_per_s:.4g} requests/s; raise it to {needed}, or state less for a "
+            f"quick suite ({settings})"
         )
 
     # --- what arrives ---

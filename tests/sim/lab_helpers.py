@@ -12,7 +12,7 @@ from service.sim.result import GapHistogram, InstanceFigures, SimRecord, SimResu
 
 # Runs of a few hundred requests: far too short for a verdict on a policy, long enough for the machinery.
 SHORT_RUNS = MetricSettings(
-    window_s_min=2.0, window_targets_min=2.0, lane_requests_min=40, cooldown_targets=3.0
+    window_s_min=2.0, window_targets_min=2.0, lane_requests_min=20, cooldown_targets=3.0
 )
 
 

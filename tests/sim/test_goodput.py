@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,8 +77,6 @@ def test_what_never_holds_has_no_goodput_and_what_always_holds_ends() -> None:
 
 
 def unscored(rate_per_s: float, level: float) -> PointFigures:
-    from dataclasses import replace
-
     return replace(point(rate_per_s, 1.0), window_ok=False)
 
 

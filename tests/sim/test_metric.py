@@ -36,6 +36,7 @@ from service.sim.result import SimRecord
 from service.sim.run_length import Load
 
 WINDOW = Window(10.0, 70.0)
+LONGER_RUNS = replace(SHORT_RUNS, lane_requests_min=40)
 LOOSE = MetricSettings(window_s_min=1.0, window_targets_min=1.0, lane_requests_min=20)
 FAILURES = [o for o in Outcome if o not in (Outcome.COMPLETED, Outcome.CANCELLED)]
 
@@ -304,9 +305,9 @@ def test_whoever_starves_or_refuses_a_lane_scores_less_than_who_serves_both() ->
     case, rate_per_s = small_case(), 3.0
     usual = SchedulerSettings()
     refuses = replace(usual, late_policy=LatePolicy.REFUSE)
-    honest = played(case, PrefillScheduler(usual, FcfsPolicy(usual)), rate_per_s, SHORT_RUNS)
-    starving = played(case, PrefillScheduler(usual, StarvesLongs(usual)), rate_per_s, SHORT_RUNS)
-    refusing = played(case, PrefillScheduler(refuses, RefusesLongs(refuses)), rate_per_s, SHORT_RUNS)
+    honest = played(case, PrefillScheduler(usual, FcfsPolicy(usual)), rate_per_s, LONGER_RUNS)
+    starving = played(case, PrefillScheduler(usual, StarvesLongs(usual)), rate_per_s, LONGER_RUNS)
+    refusing = played(case, PrefillScheduler(refuses, RefusesLongs(refuses)), rate_per_s, LONGER_RUNS)
     assert honest.lanes[Lane.SHORT].attainment < 1.0
     for gaming in (starving, refusing):
         # The short lane is better off, and that is the point of the trick.
@@ -321,9 +322,9 @@ def test_whoever_starves_decode_does_not_sustain_a_rate() -> None:
     case = small_case(workload={"parts": [["lmsys_chat_1m", 0.85], ["rag", 0.15]], "output_tokens": 32})
     usual = case.scheduler_settings()
     rate_per_s = 8.0
-    honest = played(case, make_scheduler("fcfs", usual), rate_per_s, SHORT_RUNS)
+    honest = played(case, make_scheduler("fcfs", usual), rate_per_s, LONGER_RUNS)
     hungry = "fcfs:itl_bound_s=1000,decode_share_min=0,budget_tokens=8192"
-    starving = played(case, make_scheduler(hungry, usual), rate_per_s, SHORT_RUNS)
+    starving = played(case, make_scheduler(hungry, usual), rate_per_s, LONGER_RUNS)
     assert not honest.decode_late
     assert starving.decode_late
     assert starving.verdict(0.01) in (Verdict.DECODE_LATE, Verdict.GROWING)
