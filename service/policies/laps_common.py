@@ -1,6 +1,6 @@
 """What the two LAPS policies with an adaptive window have in common: two queues, passes of one class.
 
-LAPS (arXiv 2601.11589, sections 4 and 5) sorts requests by what they have to compute, L, against a boundary
+LAPS (arXiv 2601.11589) sorts requests by what they have to compute, L, against a boundary
 L_m. Short ones are gathered into batches, depth and waiting time given by AWD (a `Window`, one for the
 queue, is the part in which the printed algorithm and the slides differ). A long request runs alone in chunks
 of one fixed size. A pass is of one class only.

@@ -177,7 +177,7 @@ POLICIES: dict[str, PolicyKind] = {
         differs=f"{_CENTRAL}; decode steps by the common rule instead of one with each group; engines that "
         "can't stop between layers get chunks",
         knobs=LayeredKnobs,
-        search={"batch_tokens": (8192, 1024, 2048, 4096), "stage_tokens": (512, 256, 1024)},
+        search={"batch_tokens": (8192, 2048, 1024, 4096), "stage_tokens": (512, 256, 1024)},
     ),
     "laps_artifact": PolicyKind(
         make=laps_artifact.make_policy,
@@ -188,7 +188,7 @@ POLICIES: dict[str, PolicyKind] = {
         knobs=laps_artifact.ArtifactKnobs,
         controller=laps_artifact.make_controller,
         search={
-            "chunk_tokens": (8192, 512, 1024, 2048, 4096),
+            "chunk_tokens": (8192, 1024, 2048, 512, 4096),
             "window_s": (0.005, 0.0, 0.01),
             "short_batches_max": (0, 4),
         },
@@ -202,7 +202,7 @@ POLICIES: dict[str, PolicyKind] = {
         differs=f"{_CENTRAL}; unpublished values are ours; a class without instances is served by all",
         knobs=laps_printed.PrintedKnobs,
         controller=laps_printed.make_controller,
-        search={"chunk_tokens": (2048, 512, 1024, 4096), "window_s_max": (0.008, 0.002, 0.02)},
+        search={"chunk_tokens": (2048, 1024, 512, 4096), "window_s_max": (0.008, 0.002, 0.02)},
         idle_s_max=0.008,
     ),
     "laps_slides": PolicyKind(
@@ -213,7 +213,7 @@ POLICIES: dict[str, PolicyKind] = {
         knobs=laps_slides.SlidesKnobs,
         controller=laps_slides.make_controller,
         search={
-            "chunk_tokens": (2048, 512, 1024, 4096),
+            "chunk_tokens": (2048, 1024, 512, 4096),
             "window_s_max": (0.008, 0.002, 0.02),
             "latency_first": (1, 0),
         },
