@@ -61,6 +61,8 @@ class LengthAwarePolicy:
     # --- the queue ---
 
     def instance_up(self, instance: Instance, now_s: float) -> None:
+        if self._awd is None:  # before the first arrival: its rate counts from there
+            self._awd = WaitDepth(self._settings, instance.pricer.knee_tokens)
         self._pools.add(instance)
         self._placement.instance_up(instance)
 
