@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from helpers import CPU_COST, PACKED, request, spec
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.types import BlocksRemoved, BlocksStored
-from service.core.policy import Instance, Plan, Wait
+from service.core.policy import Instance, PassPlan, Plan, Wait
 from service.core.prefix_index import PrefixIndex, PrefixTable
 from service.core.scheduler import PrefillScheduler
 from service.core.settings import SchedulerSettings
@@ -133,6 +134,29 @@ def test_nobody_is_asked_twice_where_nothing_changed() -> None:
     scheduler.poll(0.0)
     scheduler.poll(0.1)
     assert policy.asked == ["i0"] * 3
+
+
+class Choosy(FcfsPolicy):
+    """One request a pass; the first instance only takes the last one that waits."""
+
+    def plan(self, instance: Instance, now_s: float) -> Plan:
+        plan = super().plan(instance, now_s)
+        if not isinstance(plan, PassPlan) or (instance.instance_id == "i0" and len(plan.items) > 1):
+            return None
+        return replace(plan, items=plan.items[:1])
+
+
+def test_who_passed_is_asked_again_when_others_took_something() -> None:
+    knobs = SchedulerSettings()
+    scheduler = PrefillScheduler(knobs, Choosy(knobs))
+    for number in range(2):
+        scheduler.on_event(InstanceUp(spec(f"i{number}")), 0.0)
+        scheduler.on_event(Submit(request(f"r{number}", 10, 0.0)), 0.0)
+    first, second = (
+        [command.instance_id for command in scheduler.poll(0.0) if isinstance(command, Dispatch)]
+        for _ in range(2)
+    )
+    assert (first, second) == (["i1"], ["i0"])
 
 
 # --- the prefix table ---
