@@ -67,7 +67,7 @@ def draw(plot: Plot, path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
     elif all(x == round(x) for series in plot.series for x in series.x):
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="x", integer=True)
     if plot.y_log:
         axes.set_yscale("log")
     else:
