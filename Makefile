@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check protos clean
+.PHONY: setup demo test check lab lab-smoke protos clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,13 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -q
+
+# The lab: a minute to see that it works, or half an hour for its page (docs/lab.md).
+lab-smoke: setup
+	$(BIN)/plaserve lab run smoke
+
+lab: setup
+	$(BIN)/plaserve lab page
 
 check: setup
 	$(BIN)/ruff check .
