@@ -152,7 +152,7 @@ class Turns:
         """Start what comes next on a free instance; or say until when to wait."""
         instance.decode.ride()
         plan = self._policy.plan(instance, start_s)
-        step = instance.decode.step()
+        step = instance.decode.step() if instance.decode.running else None
         if isinstance(plan, PassPlan):
             if step is not None and instance.decode.must_step(step, plan.predicted_s, start_s):
                 self._dispatcher.decode(instance, step, Reason.DECODE_DUE, start_s)
