@@ -19,16 +19,19 @@ Decode is counted likewise: f of a step is 1 / (requests that a step holds), or 
 H is the most that could be cached: all that an earlier arrival brought, on whatever instance. (Where a later
 arrival is served first, it computes what they share, at a time when the earlier one was there already.)
 
-**Capacity** is the highest rate whose least work fits the engines: rate x mean s = engines. Each scored lane
-may leave out the costliest requests that its attainment allows; lanes that are not scored are left out as a
-whole. It is a long-run figure: over a finite window a run may exceed it by what it carries over the end,
-which the rule that queues may not grow keeps small. `clairvoyant` has the bound for arrivals as they come.
+**Capacity** comes in two kinds. *Of a run*: the engines work on the measured requests between the first
+arrival and the last target only, so the least work of those that meet their targets fits into that time. Each
+scored lane may leave out the costliest requests that its attainment allows; lanes that are not scored are
+left out as a whole. This holds for any run, however short. *In the long run*: rate x mean s = engines. It is
+used where the engines decode too, because nothing says when that must be done, and where arrivals depend on
+answers. A run may exceed it by what it carries over its end, which the rule that queues may not grow keeps
+small. `clairvoyant` has the bound for the arrivals as they come.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -72,7 +75,8 @@ class Jobs:
 class Bound:
     """Requests a second that no policy exceeds at `level`.
 
-    clairvoyant_per_s: None where it does not apply (arrivals that depend on answers).
+    capacity_per_s: of the run, or in the long run (module text). clairvoyant_per_s: None where it does not
+        apply (arrivals that depend on answers).
     """
 
     level: float
@@ -146,31 +150,48 @@ def _decode(jobs: Jobs, setting: Setting) -> _Terms:
     )
 
 
-def capacity_per_s(
+def long_run_capacity_per_s(
     jobs: Jobs, work_s: Floats, engines: float, level: float, scored: Collection[Lane]
 ) -> float:
     """The rate at which the mean of `work_s`, less what may be left out at `level`, fills the engines.
 
     engines: instances, each by its speed (1 / factor), on average. inf for no jobs.
     """
-    kept_s = float(work_s.sum()) - dropped_work_s(jobs, work_s, level, scored)
+    kept_s = _least_kept_s(jobs, work_s, 1.0 - level, scored)
     return engines * len(jobs) / kept_s if kept_s > 0.0 else math.inf
 
 
-def dropped_work_s(jobs: Jobs, work_s: Floats, level: float, scored: Collection[Lane]) -> float:
-    """The most work that may be left out: 1 - level of each scored lane, the costliest requests; all of a
-    lane that is not scored."""
+def missed_ratio_by_capacity(
+    jobs: Jobs, work_s: Floats, engines: Callable[[Floats], Floats], scored: Collection[Lane]
+) -> float:
+    """The least share of the worst scored lane that must miss for the rest to fit the run (module text).
+
+    engines: two moments (seconds) -> engine seconds that there are between them.
+    """
+    end_s = float((jobs.arrival_s + jobs.target_s).max())
+    there_s = float(engines(np.array([float(jobs.arrival_s.min()), end_s]))[0])
+    low, high = 0.0, 1.0
+    if _least_kept_s(jobs, work_s, low, scored) <= there_s:
+        return 0.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2.0
+        fits = _least_kept_s(jobs, work_s, middle, scored) <= there_s
+        low, high = (low, middle) if fits else (middle, high)
+    return high
+
+
+def _least_kept_s(jobs: Jobs, work_s: Floats, missed_ratio: float, scored: Collection[Lane]) -> float:
+    """The work left when each scored lane leaves out the costliest `missed_ratio` of its requests, and of the
+    last one a part."""
     total_s = 0.0
-    for lane in Lane:
+    for lane in scored:
         mine = np.sort(work_s[jobs.of(lane)])[::-1]
-        count = _room(len(mine), level) if lane in scored else len(mine)
-        total_s += float(mine[:count].sum())
+        room = missed_ratio * len(mine)
+        whole = min(int(room + 1e-9), len(mine))
+        total_s += float(mine[whole:].sum())
+        if whole < len(mine):
+            total_s -= max(0.0, room - whole) * float(mine[whole])
     return total_s
-
-
-def _room(count: int, level: float) -> int:
-    """How many of `count` may miss where `level` must be attained."""
-    return math.floor(count * (1.0 - level) + 1e-9)
 
 
 def _heaviest(terms: _Terms, cost: CostModel) -> Floats:

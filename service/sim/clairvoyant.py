@@ -15,9 +15,11 @@ What is left is a linear program: minimise z, the missed share of the worst scor
 of work into slots. A window of slots is written as its dyadic pieces, with one limit for each piece and what
 lies within it, which for nested pieces is the same as limits for single slots (Hall).
 
-Monotone: a rate that is feasible stays so when it falls. At the lower rate the requests whose windows lie
-in an interval have, at the higher one, their windows in an interval no longer, because no window is longer
-than the interval that holds it. So the bound is the lowest rate found infeasible.
+Monotone: a rate that is infeasible stays so when it rises. The same requests come closer together and have
+the same targets, so an interval that held their windows before is, shifted, long enough to hold them now, with
+no less work in it; and for one server, earliest deadline first serves everybody exactly where no interval has
+more work than time. So the bound is the lowest rate found infeasible. (Where something happens at set times
+this holds only for the rates that were looked at.)
 """
 
 from __future__ import annotations

@@ -22,14 +22,14 @@ from itertools import count, pairwise
 import numpy as np
 
 from service.core.types import Lane
-from service.sim.bounds import Floats, Jobs, capacity_per_s, least_total_work_s
+from service.sim.bounds import Floats, Jobs, least_total_work_s, long_run_capacity_per_s
 from service.sim.case import Case
 from service.sim.contents import cached_blocks
 from service.sim.metric import MetricSettings, Window
 from service.sim.sources import Targets, make_source
 from service.sim.workload import Arrival, Source
 
-HEADROOM = 1.1  # rates up to this times capacity are run; none beyond can be sustained
+HEADROOM = 1.1  # rates up to this times the long-run capacity are run; none beyond can be sustained
 LEVEL = 0.95  # of the capacity meant here, the lowest level that is searched for
 SAMPLE_MAX = 20_000  # requests looked at for averages
 LANE_SEEN_MIN = 20  # requests of a lane in the sample; a lane with fewer is not planned for
@@ -88,7 +88,7 @@ class Load:
         self._shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
         self._target_s = {lane: float(jobs.target_s[jobs.of(lane)].mean()) for lane in shares}
         work_s = least_total_work_s(jobs, self._setting, fastest_factor(self.case))
-        self.capacity_per_s = capacity_per_s(jobs, work_s, self.engines_mean(), LEVEL, self._shares)
+        self.capacity_per_s = long_run_capacity_per_s(jobs, work_s, self.engines_mean(), LEVEL, self._shares)
         self.rate_max_per_s = HEADROOM * self.capacity_per_s
 
     # --- one run ---

@@ -12,13 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from service.policies.registry import parse
-from service.sim.bounds import Bound, capacity_per_s, least_total_work_s, least_work_s
+from service.sim.bounds import (
+    Bound,
+    Jobs,
+    least_total_work_s,
+    least_work_s,
+    long_run_capacity_per_s,
+    missed_ratio_by_capacity,
+)
 from service.sim.case import Case
 from service.sim.clairvoyant import lowest_infeasible_per_s, missed_ratio_min
 from service.sim.figures import MetricSettings, PointFigures
 from service.sim.goodput import Probe, Search, SearchSettings, search
 from service.sim.point import run_point
-from service.sim.run_length import Load, engine_seconds, fastest_factor
+from service.sim.run_length import Load, RunPlan, engine_seconds, fastest_factor
 from service.sim.tuning import Tuned, TuningSettings, tune
 
 LOADS_KEPT = 3  # per process: a scored seed, the tuning seed, and one more
@@ -81,25 +88,41 @@ class SeedScore:
 def bound_seed(case: Case, seed: int, settings: LabSettings) -> SeedBounds:
     """The bounds of one seed. Where arrivals depend on answers there is no clairvoyant one."""
     load = _load(case, settings.metric, seed)
-    levels, setting, factor = settings.search.levels, case.setting(), fastest_factor(case)
+    plan = load.plan(load.capacity_per_s)
     jobs = load.jobs(load.capacity_per_s)
-    total_s = least_total_work_s(jobs, setting, factor)
-    scored = load.plan(load.capacity_per_s).scored
-    engines = load.engines_mean()
-    capacities = [capacity_per_s(jobs, total_s, engines, level, scored) for level in levels]
+    long_run = _long_run(load, plan, jobs, settings)
     if not case.open:
-        pairs = zip(levels, capacities, strict=True)
-        return SeedBounds(seed, tuple(Bound(level, capacity, None) for level, capacity in pairs), len(jobs))
-    between = engine_seconds(case)
+        bounds = tuple(Bound(level, capacity, None) for level, capacity in long_run.items())
+        return SeedBounds(seed, bounds, len(jobs))
+    setting, factor, between = case.setting(), fastest_factor(case), engine_seconds(case)
 
-    def missed(rate_per_s: float) -> float:
-        arrived = load.jobs(rate_per_s)
-        return missed_ratio_min(arrived, least_work_s(arrived, setting, factor), between, scored)
+    def misses(least: Callable[..., float]) -> Callable[[float], float]:
+        def missed(rate_per_s: float) -> float:
+            arrived = load.jobs(rate_per_s)
+            return least(arrived, least_work_s(arrived, setting, factor), between, plan.scored)
 
-    ceilings = [min(capacity, load.rate_max_per_s) for capacity in capacities]
-    clairvoyant = lowest_infeasible_per_s(missed, levels, ceilings, settings.bound_tolerance)
+        return missed
+
+    levels, tolerance = settings.search.levels, settings.bound_tolerance
+    ceilings = [load.rate_max_per_s] * len(levels)
+    # The program costs far more than the sum of work, so that is settled finely and limits where it is asked.
+    of_run = lowest_infeasible_per_s(misses(missed_ratio_by_capacity), levels, ceilings, 0.1 * tolerance)
+    clairvoyant = lowest_infeasible_per_s(misses(missed_ratio_min), levels, of_run, tolerance)
+    capacities = long_run.values() if case.decodes else of_run
     bounds = tuple(Bound(*three) for three in zip(levels, capacities, clairvoyant, strict=True))
-    return SeedBounds(seed, bounds, len(load.jobs(bounds[0].per_s)))
+    return SeedBounds(seed, bounds, len(jobs))
+
+
+def _long_run(load: Load, plan: RunPlan, jobs: Jobs, settings: LabSettings) -> dict[float, float]:
+    """Capacity by level, at the rate that the run really has where that is known."""
+    work_s = least_total_work_s(jobs, load.case.setting(), fastest_factor(load.case))
+    real = 1.0
+    if plan.expected is not None and plan.rate_per_s is not None:
+        real = plan.rate_per_s * plan.window.seconds / len(jobs)
+    return {
+        level: real * long_run_capacity_per_s(jobs, work_s, load.engines_mean(), level, plan.scored)
+        for level in settings.search.levels
+    }
 
 
 def tune_policy(case: Case, policy: str, settings: LabSettings) -> Tuned:

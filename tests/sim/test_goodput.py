@@ -147,3 +147,13 @@ def test_real_runs_give_the_same_result_twice_and_the_same_requests_at_every_rat
     assert fast.expected is not None
     assert slow.expected.ids == fast.expected.ids
     assert slow.window.seconds == pytest.approx(4.0 * fast.window.seconds)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_a_window_is_long_enough_at_every_rate_that_is_run(share: float) -> None:
+    load = Load(small_case(), SHORT_RUNS, 1)
+    plan = load.plan(share * load.rate_max_per_s)
+    assert plan.window.seconds >= SHORT_RUNS.window_s_min
+    assert min(plan.arrivals.values()) >= SHORT_RUNS.lane_requests_min
+    assert plan.window.start_s >= 0.15 * plan.window.seconds
+    assert plan.until_s > plan.window.end_s

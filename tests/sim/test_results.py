@@ -23,6 +23,7 @@ from service.sim.bounds import Bound
 from service.sim.cache import Cache, key_of, write_whole
 from service.sim.case import Case, cases_of
 from service.sim.code_digest import imported, source_digest
+from service.sim.estimate import estimate
 from service.sim.experiment import Lab, Progress, run_case
 from service.sim.goodput import Goodput, Search, SearchSettings
 from service.sim.results import (
@@ -460,3 +461,18 @@ def test_of_the_real_table_every_policy_has_a_digest_of_its_own() -> None:
     found = imported(["service.sim.tasks", "service.policies.fcfs"])
     assert {"service.sim.kernel", "service.core.scheduler", "engines.simulated"} <= found
     assert "service.policies.edf_chunked" not in found
+
+
+# --- what it will cost ---
+
+
+def test_an_estimate_grows_with_policies_seeds_and_budget_and_is_of_the_right_order(first: First) -> None:
+    found = estimate(CASE, POLICIES_RUN, COARSE)
+    real = sum(score.requests for policy in first.result.policies for score in policy.seeds)
+    real += sum(policy.tuned.requests for policy in first.result.policies if policy.tuned is not None)
+    assert real / 3 < found.requests < 3 * real
+    assert found.wall_s(2) == found.cpu_s / 2
+    assert estimate(CASE, ("fcfs",), COARSE).requests < found.requests
+    assert estimate(replace(CASE, seeds=(1,)), POLICIES_RUN, COARSE).requests < found.requests
+    larger = replace(COARSE, tuning=TuningSettings(budget=6, run_ratio=1.0))
+    assert estimate(CASE, POLICIES_RUN, larger).runs > found.runs
