@@ -16,10 +16,10 @@ of work into slots. A window of slots is written as its dyadic pieces, with one 
 lies within it, which for nested pieces is the same as limits for single slots (Hall).
 
 Monotone: a rate that is infeasible stays so when it rises. The same requests come closer together and have
-the same targets, so an interval that held their windows before is, shifted, long enough to hold them now, with
-no less work in it; and for one server, earliest deadline first serves everybody exactly where no interval has
-more work than time. So the bound is the lowest rate found infeasible. (Where something happens at set times
-this holds only for the rates that were looked at.)
+the same targets, so an interval that held their windows before is, shifted, long enough to hold them now,
+with no less work in it; and for one server, earliest deadline first serves everybody exactly where no
+interval has more work than time. So the bound is the lowest rate found infeasible. (Where something happens
+at set times this holds only for the rates that were looked at.)
 """
 
 from __future__ import annotations
