@@ -83,7 +83,7 @@ class Routed:
         self._make_local = make_local
         self._stations: dict[str, Station] = {}
         self._where: dict[str, tuple[Station, tuple[int, int]]] = {}  # request -> station, (new, history)
-        self._sent_to: dict[str, Station] = {}  # request of a recent pass -> where it ran
+        self._sent_to: dict[str, tuple[Station, int]] = {}  # request of a recent pass -> where, its failures
         self._unplaced: dict[str, Tracked] = {}  # no instance may take them now
         self._load = {lane: [0, 0] for lane in Lane}  # requests, prompt tokens
         self._up: list[Station] = []  # the same, in a list
@@ -145,7 +145,7 @@ class Routed:
         station.sent.append(tuple(item.tracked.request_id for item in plan.items))
         station.cut_tokens, station.cut_attention = 0, 0.0
         for item in plan.items:
-            self._sent_to[item.tracked.request_id] = station
+            self._sent_to[item.tracked.request_id] = station, item.tracked.failures
             position = item.new_tokens + item.history
             rest = item.tracked.request.prompt_tokens - position
             station.cut_tokens += rest
@@ -153,7 +153,8 @@ class Routed:
 
     def _forget_oldest_pass(self, station: Station) -> None:
         for request_id in station.sent.popleft():
-            if self._sent_to.get(request_id) is station:
+            sent = self._sent_to.get(request_id)
+            if sent is not None and sent[0] is station:
                 del self._sent_to[request_id]
 
     def _place(self, tracked: Tracked, now_s: float, *, arrival: bool) -> None:
@@ -176,7 +177,8 @@ class Routed:
         """Where a request goes without a router: to its KV, or where its revoked pass was."""
         if tracked.instance_id is not None:
             return self._stations.get(tracked.instance_id)
-        return self._sent_to.get(tracked.request_id) if tracked.failures == 0 else None
+        station, failures = self._sent_to.get(tracked.request_id, (None, 0))
+        return station if tracked.failures == failures else None
 
     def _routed(self, tracked: Tracked, now_s: float) -> Station | None:
         stations = self._up

@@ -232,7 +232,8 @@ def test_what_a_pass_has_stored_moves_those_who_share_it_ahead() -> None:
     assert planned(policy, on) == [("sharing", 1600 - 49 * 32)]
     on.prefix.apply((BlocksRemoved(hashes(1, 49)),))
     assert planned(policy, on) == [("f0", 300)]
-    assert planned(policy, on) == [("f0", 300)], "its rank is that without a cache again"
+    uncached_s = on.pricer.request_s(1600, 0)
+    assert policy._waiting.rank_of(sharing) == uncached_s, "its rank is that without a cache again"
 
 
 def test_pricing_anew_is_bounded() -> None:
@@ -325,6 +326,19 @@ def test_one_that_holds_kv_is_not_put_behind() -> None:
     on = joined(policy, begun, tracked("fresh", 100, seq=1, target_s=5.0))
     assert policy.late(3.0) == []
     assert planned(policy, on, 3.0)[0][0] == "begun"
+
+
+def test_what_came_back_is_put_behind_once_and_only_without_kv() -> None:
+    """Of a revoked pass's requests each is named late once; one that holds KV by then never."""
+    policy = EdfChunkedPolicy(KNOBS, EdfKnobs())
+    revoked, begun = (tracked(name, 900, seq=k, target_s=1.0) for k, name in enumerate(["revoked", "begun"]))
+    joined(policy, revoked, begun)
+    for entry in (revoked, begun):
+        policy.remove(entry)
+    begun.instance_id, begun.position = "i0", 300
+    for entry in (revoked, begun):
+        policy.add(entry, 0.5, arrival=False)
+    assert policy.late(2.0) == [revoked]
 
 
 def test_decode_slack_sizes_chunks() -> None:

@@ -113,6 +113,7 @@ class Fleet(RuleBasedStateMachine):
     def instance_goes(self, pick) -> None:  # type: ignore[no-untyped-def]
         name = pick.choice(sorted(self.up))
         del self.up[name]
+        self.asked.clear()
         self.policy.instance_down(instance(KNOBS, instance_id=name), 0.0)
         running = {t.request_id for t in self.in_pass.pop(name, [])}
         for entry in [t for t in self.live.values() if t.instance_id == name]:
@@ -120,6 +121,7 @@ class Fleet(RuleBasedStateMachine):
                 self.policy.remove(entry)
             entry.instance_id, entry.position, entry.failures = None, 0, 1
             self.policy.add(entry, 0.0, arrival=False)
+        assert len(set(self.asked)) == len(self.asked), "everybody is placed anew once"
 
     @invariant()
     def all_wait_once(self) -> None:
