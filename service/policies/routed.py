@@ -113,10 +113,9 @@ class Routed:
         stranded = sorted(station.policy.waiting(), key=lambda t: t.seq)
         for tracked in stranded:
             del self._where[tracked.request_id]
-            if tracked.instance_id is None:
-                self._place(tracked, now_s, arrival=True)
-            else:  # the scheduler takes it back next
-                self._unplaced[tracked.request_id] = tracked
+            self._place(
+                tracked, now_s, arrival=True
+            )  # nowhere if its KV was here: the scheduler takes it back
 
     # --- the queues ---
 

@@ -51,6 +51,7 @@ class Fleet(RuleBasedStateMachine):
         self.in_pass: dict[str, list[Tracked]] = {}
         self.seq = 0
         self.comes("i0")
+        self.comes("i1")
 
     def comes(self, name: str) -> None:
         self.up[name] = instance(KNOBS, instance_id=name, blocks=10_000)
@@ -153,7 +154,7 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
-TestFleet.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestFleet.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 def test_one_that_only_some_instances_take_goes_there() -> None:
