@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from engines.cost_model import PassShape
 from engines.types import Layout, Padding
 
+CAPTURED_PADDING_MAX = 2.0  # what the report of the LAPS artifact recommends
+
 
 @dataclass(frozen=True, slots=True)
 class Profiles:
@@ -30,7 +32,8 @@ class Profiles:
     t_classes, h_classes: ascending edges in tokens, new and history. Empty h_classes: any history.
     cells: (L, B) cells of a rectangular grid, used with Padding.CELL only.
     captured: (L, B) cells with a captured graph, of an engine that packs and never pads otherwise. A pass
-        that fits one is padded to the smallest and replayed without launch cost, as LAPS does.
+        that fits one, and is padded to `CAPTURED_PADDING_MAX` times its tokens at most, is padded to the
+        smallest and replayed without launch cost, as LAPS does.
     block_mask: the packed row attends through one T x (H + T) mask (see the module text).
     """
 
@@ -88,10 +91,8 @@ class Profiles:
         """
         if not items:
             raise ValueError("a pass needs at least one item")
-        if self.captured:
-            rectangle = self.replayed(len(items), max(items)[0], max(past for _, past in items))
-            if rectangle is not None:
-                return rectangle
+        if self.captured and (rectangle := self.replayed(items)) is not None:
+            return rectangle
         if self.layout is Layout.PACKED:
             tokens = attention = history = 0
             for new, past in items:
@@ -124,12 +125,18 @@ class Profiles:
         pad = t_class - tokens  # one more request, of padding
         return t_class, attention + pad * pad, history
 
-    def replayed(self, rows: int, longest: int, history: int) -> PassShape | None:
-        """The smallest captured graph that a pass fits, with its longest row and history; None: none fits."""
-        fitting = [(length * b, length, b) for length, b in self.captured if length >= longest and b >= rows]
+    def replayed(self, items: Sequence[tuple[int, int]]) -> PassShape | None:
+        """The smallest captured graph that a pass fits; None where none does or padding would exceed."""
+        longest = max(new for new, _ in items)
+        fitting = [
+            (length * b, length, b) for length, b in self.captured if length >= longest and b >= len(items)
+        ]
         if not fitting:
             return None
         tokens, length, b = min(fitting)
+        if tokens > CAPTURED_PADDING_MAX * sum(new for new, _ in items):
+            return None
+        history = max(past for _, past in items)
         return PassShape(tokens, tokens * (length + 2 * history), b * history, b, captured=True)
 
     def rectangle(self, rows: int, longest: int, history: int) -> PassShape | None:

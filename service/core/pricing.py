@@ -56,11 +56,11 @@ class Pricer:
         """`items` are (new tokens, history tokens) per request; no items cost nothing."""
         if not items:
             return 0.0
-        if not self._packed or self.profiles.captured:
+        if not self._packed:
             longest, history = max(items)[0], max(past for _, past in items)
-            rectangle_s = self._rectangle_s(len(items), longest, history, parts)
-            if not self._packed or math.isfinite(rectangle_s):
-                return rectangle_s
+            return self._rectangle_s(len(items), longest, history, parts)
+        if self.profiles.captured and (shape := self.profiles.replayed(items)) is not None:
+            return self.cost.pass_s(shape, parts)
         tokens = attention = history = 0
         for new, past in items:
             tokens += new
@@ -121,8 +121,7 @@ class Pricer:
         key = (rows, longest, history, parts)
         kept = self._kept_s.get(key)
         if kept is None:
-            of = self.profiles.replayed if self._packed else self.profiles.rectangle
-            shape = of(rows, longest, history)
+            shape = self.profiles.rectangle(rows, longest, history)
             kept = math.inf if shape is None else self.cost.pass_s(shape, parts)
             if len(self._kept_s) >= _SHAPES_MAX:
                 self._kept_s.clear()

@@ -34,11 +34,15 @@ from service.core.types import Role
 
 @dataclass(frozen=True, slots=True)
 class PressureKnobs:
-    """alpha, beta, gamma: weights of q, e, u. hysteresis: tau. None of these values is published."""
+    """alpha, beta, gamma: weights of q, e, u. hysteresis: tau. None of these values is published.
+
+    gamma is small on purpose: with the printed sign an idle pool counts as needier than a busy one, and with
+    weights of one size the pools run away to the idle side.
+    """
 
     alpha: float = 1.0
     beta: float = 1.0
-    gamma: float = 1.0
+    gamma: float = 0.1
     hysteresis: float = 0.2
     period_s: float = 1.0
     cool_down_s: float = 5.0

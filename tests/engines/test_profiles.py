@@ -130,15 +130,16 @@ def test_a_pass_without_items_is_refused() -> None:
 
 
 def test_a_captured_pass_is_padded_and_pays_no_launch() -> None:
-    """Blind use, as LAPS does: whatever fits a cell is replayed from it, the rest runs as it is."""
+    """As LAPS does: whatever fits a cell without doubling is replayed, the rest runs as it is."""
     cost = CostModel(0.008, 0.02, 0.0, 1e-4, 0.0, 0.0)
     plain = Profiles(Layout.PACKED, Padding.NOTHING, (4096,))
     profiles = replace(plain, captured=((64, 4), (64, 8), (256, 2)))
-    fits, too_long = [(40, 0)] * 5, [(40, 0), (300, 0)]
+    fits, too_long, mostly_padding = [(40, 0)] * 7, [(40, 0), (300, 0)], [(33, 0)] * 5
     shape = profiles.executed(fits)
     assert shape is not None
     assert (shape.tokens, shape.captured) == (64 * 8, True)
     assert cost.pass_s(shape) == pytest.approx(cost.pass_s(replace(shape, captured=False)) - cost.launch_s)
-    assert profiles.executed(too_long) == plain.executed(too_long)
+    for items in (too_long, mostly_padding):
+        assert profiles.executed(items) == plain.executed(items)
     with pytest.raises(ValueError, match="captured"):
         Profiles(Layout.RECTANGULAR, Padding.CLASS, (4096,), captured=((64, 4),))

@@ -1,7 +1,8 @@
 """LAPS's four arms in a closed loop: baseline, graph, disaggregation, full (LAPS slides, LMSYS-Chat-1M).
 
     baseline         fcfs, packed passes, each with its launch cost
-    graph            fcfs; a pass that fits a cell of the grid is padded to it and replayed without launch
+    graph            fcfs; a pass that fits a cell of the grid without doubling is padded to it and replayed
+                     without launch
     disaggregation   LAPS's two queues and window (`laps_slides`), no graphs
     full             both
 
