@@ -84,22 +84,25 @@ class Search:
         return next(found for found in self.goodput if found.level == level)
 
 
-def search(probe: Probe, start_per_s: float, settings: SearchSettings) -> Search:
-    """The goodput at each level; `start_per_s` is a first guess, say from a coarser search.
+def search(probe: Probe, start_per_s: float, settings: SearchSettings, lowest_per_s: float = 0.0) -> Search:
+    """The goodput at each level.
 
+    start_per_s: a first guess, say from a coarser search. lowest_per_s: below it nothing can be scored, so a
+        level that is not sustained there is not scored.
     Raises ValueError for a guess that is no rate.
     """
     if not 0.0 < start_per_s < math.inf:
         raise ValueError(f"start_per_s must be a rate above 0, got {start_per_s}")
     points: dict[float, PointFigures] = {}
-    floor_per_s = settings.floor_ratio * start_per_s
+    start_per_s = max(start_per_s, lowest_per_s)
+    floor_per_s = max(settings.floor_ratio * start_per_s, lowest_per_s)
     while len(points) < RUNS_MAX:
         asked = _next(points, start_per_s, floor_per_s, settings)
         if asked is None:
             break
         rate_per_s, level = asked
         points[rate_per_s] = probe(rate_per_s, level)
-    return _result(points, settings)
+    return _result(points, settings, lowest_per_s)
 
 
 def _next(
@@ -139,13 +142,13 @@ def bracket(points: Mapping[float, PointFigures], level: float) -> tuple[float, 
     return max((rate for rate in held if high is None or rate < high), default=0.0), high
 
 
-def _result(points: Mapping[float, PointFigures], settings: SearchSettings) -> Search:
+def _result(points: Mapping[float, PointFigures], settings: SearchSettings, lowest_per_s: float) -> Search:
     goodput = []
     inverted = False
     for level in settings.levels:
         low, high = bracket(points, level)
         scored = any(point.verdict(level) is not Verdict.UNSCORED for point in points.values())
-        goodput.append(Goodput(level, low, high, scored))
+        goodput.append(Goodput(level, low, high, scored and (low > 0.0 or lowest_per_s == 0.0)))
         held = [r for r, point in points.items() if point.verdict(level) is Verdict.SUSTAINED]
         inverted |= high is not None and any(rate > high for rate in held)
     return Search(tuple(points.values()), tuple(goodput), inverted)

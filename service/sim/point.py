@@ -64,6 +64,8 @@ def run_with_records(
     if rate_per_s is not None and rate_per_s > load.rate_max_per_s * (1.0 + 1e-9):
         return unscored_point(rate_per_s, seed), None  # above capacity; its window would be too short
     plan = load.plan(rate_per_s)
+    if rate_per_s is not None and not plan.scored:
+        return unscored_point(rate_per_s, seed), None
     watch = Watch(plan, level, decodes=case.decodes)
     settings = case.scheduler_settings()
     result = run(

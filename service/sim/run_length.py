@@ -32,15 +32,23 @@ from service.sim.workload import Arrival, Source
 HEADROOM = 1.1  # rates up to this times the long-run capacity are run; none beyond can be sustained
 LEVEL = 0.95  # of the capacity meant here, the lowest level that is searched for
 SAMPLE_MAX = 20_000  # requests looked at for averages
+RAMP_SHARE = 0.95  # of the requests of sessions, those that come this soon after the first of theirs
 LANE_SEEN_MIN = 20  # requests of a lane in the sample; a lane with fewer is not planned for
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The measured requests of a run in order of arrival, where they are known before it."""
+    """Requests in order of arrival, as far as they are known before a run.
+
+    since_s: from the first request of the same session; 0 without sessions.
+    """
 
     ids: tuple[str, ...]
     jobs: Jobs
+    since_s: Floats
+
+    def take(self, part: slice) -> Expected:
+        return Expected(self.ids[part], self.jobs.take(part), self.since_s[part])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +75,12 @@ class Load:
 
     def __init__(self, case: Case, metric: MetricSettings, seed: int) -> None:
         self.case, self.metric, self.seed = case, metric, seed
+        self.real_ratio = 1.0  # requests that arrive, over those asked for; of the last that was looked at
         self._targets = case.targets()
         self._setting = case.setting()
-        self._look_at(self._draw(1.0, min(SAMPLE_MAX, case.limits.requests_max)))
+        self._look_at(self._draw(1.0, min(SAMPLE_MAX, case.limits.requests_max)), 1.0)
         if case.has_set_times and case.open:  # now that a rate is known: the mix over the window itself
-            self._look_at(self._draw(self.capacity_per_s, None, case.limits.window_s))
+            self._look_at(self._in_window(self.capacity_per_s, self._set_window()), self.capacity_per_s)
         self._last: tuple[float, Expected] | None = None
         self.scored: tuple[Lane, ...] = ()
         self._first = self._count = 0
@@ -79,7 +88,8 @@ class Load:
         if case.scales:
             self._choose_range()
 
-    def _look_at(self, drawn: Expected) -> None:
+    def _look_at(self, drawn: Expected, rate_per_s: float) -> None:
+        """Averages of what arrives at a rate."""
         jobs = drawn.jobs
         shares = {lane: float(jobs.of(lane).mean()) for lane in Lane if jobs.of(lane).sum() >= LANE_SEEN_MIN}
         if not shares:
@@ -87,9 +97,29 @@ class Load:
         self._drawn = drawn
         self._shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
         self._target_s = {lane: float(jobs.target_s[jobs.of(lane)].mean()) for lane in shares}
+        self.capacity_per_s = self._capacity_of(jobs, rate_per_s)
+        self._ramp_s = float(np.quantile(drawn.since_s, RAMP_SHARE))
+
+    @property
+    def rate_max_per_s(self) -> float:
+        return HEADROOM * self.capacity_per_s
+
+    def _capacity_of(self, jobs: Jobs, rate_per_s: float) -> float:
+        """In the long run, as a rate that is asked for: these arrived when `rate_per_s` was, more or less."""
+        if not self.case.closed:
+            self.real_ratio = (len(jobs) - 1) / (rate_per_s * max(1e-9, float(np.ptp(jobs.arrival_s))))
         work_s = least_total_work_s(jobs, self._setting, fastest_factor(self.case))
-        self.capacity_per_s = long_run_capacity_per_s(jobs, work_s, self.engines_mean(), LEVEL, self._shares)
-        self.rate_max_per_s = HEADROOM * self.capacity_per_s
+        capacity = long_run_capacity_per_s(jobs, work_s, self.engines_mean(), LEVEL, self._shares)
+        return capacity / self.real_ratio
+
+    @property
+    def rate_min_per_s(self) -> float:
+        """Below it a window of set length holds too few requests; 0 where the window follows the rate."""
+        window_s = self.case.limits.window_s
+        if window_s is None or self.case.closed:
+            return 0.0
+        wanted = 1.1 * self.metric.lane_requests_min / self.real_ratio
+        return max(wanted / self._shares[lane] for lane in self.scored) / window_s
 
     # --- one run ---
 
@@ -108,10 +138,9 @@ class Load:
         if self.case.scales and rate_per_s is not None:
             return self._plan_of_range(rate_per_s)
         window_s = self._window_s(rate_per_s)
-        start_s = self.metric.warmup_ratio * window_s
+        start_s = self._start_s(window_s)
         window = Window(start_s, start_s + window_s)
-        expected = self._expected(rate_per_s, window)
-        return self._planned(rate_per_s, window, expected)
+        return self._planned(rate_per_s, window, self._expected(rate_per_s, window))
 
     def jobs(self, rate_per_s: float) -> Jobs:
         """The measured requests at a rate; those of a service without delay where arrivals depend on it."""
@@ -119,12 +148,13 @@ class Load:
         return self._drawn.jobs if expected is None else expected.jobs
 
     def _plan_of_range(self, rate_per_s: float) -> RunPlan:
-        every, first, end = self._drawn.jobs, self._first, self._first + self._count
-        times_s = every.arrival_s / rate_per_s
+        first, end = self._first, self._first + self._count
+        times_s = self._drawn.jobs.arrival_s / rate_per_s
         start_s = (times_s[first - 1] + times_s[first]) / 2.0 if first else 0.0
         window = Window(float(start_s), float((times_s[end - 1] + times_s[end]) / 2.0))
-        jobs = replace(every.take(slice(first, end)), arrival_s=times_s[first:end])
-        return self._planned(rate_per_s, window, Expected(self._drawn.ids[first:end], jobs))
+        measured = self._drawn.take(slice(first, end))
+        jobs = replace(measured.jobs, arrival_s=times_s[first:end])
+        return self._planned(rate_per_s, window, replace(measured, jobs=jobs))
 
     def _planned(self, rate_per_s: float | None, window: Window, expected: Expected | None) -> RunPlan:
         cooldown_s = self.metric.cooldown_targets * max(self._target_s.values())
@@ -143,56 +173,75 @@ class Load:
         if rate_per_s is None or not self.case.open:
             return None
         if self._last is None or self._last[0] != rate_per_s:
-            drawn = self._draw(rate_per_s, None, window.end_s)
-            held = (drawn.jobs.arrival_s >= window.start_s) & (drawn.jobs.arrival_s < window.end_s)
-            first, end = int(np.argmax(held)), int(np.argmax(held)) + int(held.sum())
-            jobs = drawn.jobs.take(slice(first, end))
-            self._last = (rate_per_s, Expected(drawn.ids[first:end], jobs))
+            self._last = (rate_per_s, self._in_window(rate_per_s, window))
         return self._last[1]
+
+    def _in_window(self, rate_per_s: float, window: Window) -> Expected:
+        drawn = self._draw(rate_per_s, None, window.end_s)
+        first, end = np.searchsorted(drawn.jobs.arrival_s, [window.start_s, window.end_s]).tolist()
+        return drawn.take(slice(first, end))
+
+    def _set_window(self) -> Window:
+        """Where the case says how long it is."""
+        window_s = self.case.limits.window_s or self.metric.window_s_min
+        start_s = self._start_s(window_s)
+        return Window(start_s, start_s + window_s)
 
     # --- its length ---
 
     def _choose_lanes(self) -> None:
-        """Those for which a run can hold enough requests, and whether it can then be long enough."""
-        most = self._requests_most
-        needed = {lane: 1.1 * self.metric.lane_requests_min / share for lane, share in self._shares.items()}
-        self.scored = tuple(lane for lane, requests in needed.items() if requests <= most)
+        """Those for which a run can hold enough requests; and whether it can then be long enough."""
+        name, limits = f"case {self.case.name}", self.case.limits
         if self.case.closed:
             self.scored = tuple(self._shares)
-        elif not self.scored:
-            raise ValueError(self._too_few(min(needed.values()), "lane_requests_min"))
-        window_s, limit_s = self._window_s_min(), self.case.limits.window_s
-        if limit_s is not None and limit_s < window_s:
+            return
+        needed = {lane: 1.1 * self.metric.lane_requests_min / share for lane, share in self._shares.items()}
+        room = limits.requests_max / (1.0 + self.metric.warmup_ratio) - 2.0
+        if limits.window_s is not None:  # half of it, so that there are rates to search
+            room = min(room, 0.5 * limits.window_s * self.rate_max_per_s * self.real_ratio)
+        self.scored = tuple(lane for lane, requests in needed.items() if requests <= room)
+        if not self.scored and limits.window_s is not None:
             raise ValueError(
-                f"case {self.case.name}: limits.window_s is {limit_s:g}, the metric asks for {window_s:.4g}"
+                f"{name}: limits.window_s is {limits.window_s:g}, too short for lane_requests_min "
+                f"({self.metric.lane_requests_min}) at {self.capacity_per_s:.4g} requests/s"
             )
-        if not self.case.closed and (limit_s or window_s) * self.rate_max_per_s > most:
+        if not self.scored:
+            raise ValueError(self._too_few(min(needed.values()), "lane_requests_min"))
+        window_s = self._window_s_min()
+        if limits.window_s is not None and limits.window_s < window_s:
             raise ValueError(
-                self._too_few((limit_s or window_s) * self.rate_max_per_s, "window_s_min, window_targets_min")
+                f"{name}: limits.window_s is {limits.window_s:g}, the metric asks for {window_s:.4g}"
+            )
+        window_s = limits.window_s or window_s
+        if (window_s + self._start_s(window_s)) * self.rate_max_per_s > limits.requests_max - 2:
+            raise ValueError(
+                self._too_few(window_s * self.rate_max_per_s, "window_s_min, window_targets_min")
             )
 
-    @property
-    def _requests_most(self) -> int:
-        """In a window."""
-        return int(self.case.limits.requests_max / (1.0 + self.metric.warmup_ratio)) - 2
+    def _start_s(self, window_s: float) -> float:
+        """Warm-up. Sessions begin at the rate asked for, but their requests reach it only when as many
+        sessions are live as there will be."""
+        return max(self.metric.warmup_ratio * window_s, self._ramp_s)
 
     def _window_s_min(self) -> float:
         return max(self.metric.window_s_min_for(self._target_s[lane]) for lane in self.scored)
 
     def _choose_range(self) -> None:
-        """The shortest range of requests that will do; a lane that misses its number after all by chance is
-        not scored."""
-        wanted, span = self.metric.lane_requests_min, self.rate_max_per_s * self._window_s_min()
-        size = math.ceil(max(span, *(wanted / self._shares[lane] for lane in self.scored)))
+        """The shortest range of requests that will do, by its own capacity; a lane that misses its number
+        after all, by chance, is not scored."""
+        wanted, window_s = self.metric.lane_requests_min, self._window_s_min()
+        most = int(self.case.limits.requests_max / (1.0 + self.metric.warmup_ratio)) - 2
+        size = math.ceil(max(wanted / self._shares[lane] for lane in self.scored))
         while True:
             first = math.ceil(self.metric.warmup_ratio * size)
             if first + size >= len(self._drawn.ids):
                 self._drawn = self._draw(1.0, min(self.case.limits.requests_max, 2 * (first + size + 1)))
-            jobs = self._drawn.jobs
-            enough = all(int(jobs.of(lane)[first : first + size].sum()) >= wanted for lane in self.scored)
-            long_enough = jobs.arrival_s[first + size - 1] - jobs.arrival_s[first] >= span
+            jobs = self._drawn.jobs.take(slice(first, first + size))
+            self.capacity_per_s = self._capacity_of(jobs, 1.0)
+            enough = all(int(jobs.of(lane).sum()) >= wanted for lane in self.scored)
+            long_enough = float(np.ptp(jobs.arrival_s)) >= window_s * self.rate_max_per_s
             larger = math.ceil(1.02 * size) + 1
-            if (enough and long_enough) or larger > self._requests_most:
+            if (enough and long_enough) or larger > most:
                 self._first, self._count = first, size
                 return
             size = larger
@@ -203,7 +252,8 @@ class Load:
         window_s = self._window_s_min()
         if rate_per_s is None:
             return window_s
-        per_lane = (1.1 * self.metric.lane_requests_min / self._shares[lane] for lane in self.scored)
+        wanted = 1.1 * self.metric.lane_requests_min / self.real_ratio
+        per_lane = (wanted / self._shares[lane] for lane in self.scored)
         return max(window_s, *(requests / rate_per_s for requests in per_lane))
 
     def _too_few(self, requests: float, settings: str) -> str:
@@ -232,8 +282,7 @@ class Load:
         window_s = self.case.limits.window_s
         if window_s is None:
             return float(self.case.instances)
-        start_s = self.metric.warmup_ratio * window_s
-        edges = np.array([start_s, start_s + window_s])
+        edges = self.metric.warmup_ratio * window_s + np.array([0.0, window_s])
         return float(engine_seconds(self.case)(edges)[0]) / window_s
 
 
@@ -257,7 +306,9 @@ def _undelayed(source: Source, targets: Targets) -> Iterator[Arrival]:
 def _expected_of(arrivals: Iterator[Arrival], block_tokens: int) -> Expected:
     """With what an unlimited prefix cache, filled by all earlier arrivals, could hold of each."""
     seen: set[int] = set()
+    begun_s: dict[str, float] = {}
     ids: list[str] = []
+    since_s: list[float] = []
     rows: list[tuple[float, float, bool, int, int, int]] = []
     for arrival in arrivals:
         request = arrival.request
@@ -267,13 +318,18 @@ def _expected_of(arrivals: Iterator[Arrival], block_tokens: int) -> Expected:
         seen.update(request.block_hashes)
         assert request.ttft_target_s is not None  # sources set it
         ids.append(request.request_id)
+        began_s = (
+            begun_s.setdefault(request.session, request.arrival_s) if request.session else request.arrival_s
+        )
+        since_s.append(request.arrival_s - began_s)
         short, new_tokens = arrival.lane is Lane.SHORT, request.prompt_tokens - history
         rows.append(
             (request.arrival_s, request.ttft_target_s, short, new_tokens, history, request.max_new_tokens)
         )
     table = np.array(rows, dtype=float).reshape(len(rows), 6)
     arrival_s, target_s, is_short, new, past, output = table.T
-    return Expected(tuple(ids), Jobs(arrival_s, target_s, is_short.astype(bool), new, past, output))
+    jobs = Jobs(arrival_s, target_s, is_short.astype(bool), new, past, output)
+    return Expected(tuple(ids), jobs, np.array(since_s))
 
 
 # --- the engines there are ---

@@ -116,7 +116,7 @@ def bound_seed(case: Case, seed: int, settings: LabSettings) -> SeedBounds:
 def _long_run(load: Load, plan: RunPlan, jobs: Jobs, settings: LabSettings) -> dict[float, float]:
     """Capacity by level, at the rate that the run really has where that is known."""
     work_s = least_total_work_s(jobs, load.case.setting(), fastest_factor(load.case))
-    real = 1.0
+    real = 1.0 / load.real_ratio
     if plan.expected is not None and plan.rate_per_s is not None:
         real = plan.rate_per_s * plan.window.seconds / len(jobs)
     return {
@@ -133,7 +133,7 @@ def tune_policy(case: Case, policy: str, settings: LabSettings) -> Tuned:
     kind, _, _ = parse(policy, case.scheduler_settings())
     start_per_s = 0.5 * load.capacity_per_s
     probe_of = _prober(case, metric, case.tuning_seed, load)
-    return tune(policy, kind.search, probe_of, start_per_s, settings.tuning)
+    return tune(policy, kind.search, probe_of, start_per_s, settings.tuning, load.rate_min_per_s)
 
 
 def score_seed(
@@ -147,7 +147,8 @@ def score_seed(
     """start_per_s: the first guess of the search, 0 for none. reference_per_s: a rate common to all."""
     load = _load(case, settings.metric, seed)
     probe = _prober(case, settings.metric, seed, load)(policy)
-    found = search(probe, start_per_s or 0.2 * load.capacity_per_s, settings.search)
+    start_per_s = start_per_s or 0.2 * load.capacity_per_s
+    found = search(probe, start_per_s, settings.search, load.rate_min_per_s)
     points = () if reference_per_s is None else (probe(reference_per_s, 0.0),)
     return SeedScore(seed, found, points)
 

@@ -87,13 +87,15 @@ def tune(
     probe_of: Callable[[str], Probe],
     start_per_s: float,
     settings: TuningSettings,
+    lowest_per_s: float = 0.0,
 ) -> Tuned:
     """The best knobs for `spec`.
 
     spec: a name, or a name with knobs: these are pinned. values: of each knob, the default first.
-    probe_of: how to run a policy, on the tuning seed. start_per_s: a guess of the limit.
+    probe_of: how to run a policy, on the tuning seed. start_per_s: a guess of the limit. lowest_per_s: see
+        `goodput.search`.
     """
-    return _Tuning(spec, values, probe_of, settings).run(start_per_s)
+    return _Tuning(spec, values, probe_of, settings, lowest_per_s).run(start_per_s)
 
 
 def with_knobs(spec: str, knobs: Mapping[str, Knob]) -> str:
@@ -106,13 +108,19 @@ def with_knobs(spec: str, knobs: Mapping[str, Knob]) -> str:
 
 class _Tuning:
     def __init__(
-        self, spec: str, values: KnobValues, probe_of: Callable[[str], Probe], settings: TuningSettings
+        self,
+        spec: str,
+        values: KnobValues,
+        probe_of: Callable[[str], Probe],
+        settings: TuningSettings,
+        lowest_per_s: float,
     ) -> None:
         pinned = {pair.partition("=")[0] for pair in spec.partition(":")[2].split(",")}
         self._spec = spec
         self._values = {key: tried for key, tried in values.items() if key not in pinned}
         self._probe_of = probe_of
         self._settings = settings
+        self._lowest_per_s = lowest_per_s
         self._trials: list[Trial] = []
         self._runs = 0
         self._requests = 0
@@ -120,7 +128,9 @@ class _Tuning:
     def run(self, start_per_s: float) -> Tuned:
         best, limit = self._spec, self._limit(self._spec, start_per_s)
         if self._values and self._settings.budget > 1:
-            rate_per_s = self._settings.rate_ratio * (limit.low_per_s or 0.1 * start_per_s)
+            rate_per_s = self._settings.rate_ratio * (
+                limit.low_per_s or max(0.1 * start_per_s, self._lowest_per_s)
+            )
             ranked = self._sweep(rate_per_s)
             first = self._spec_of(ranked[0])
             if first != best:  # else the candidates have met at its limit already
@@ -185,7 +195,7 @@ class _Tuning:
         return strain, missed_ratio
 
     def _limit(self, spec: str, start_per_s: float) -> Goodput:
-        found = search(self._probe_of(spec), start_per_s, self._settings.coarse)
+        found = search(self._probe_of(spec), start_per_s, self._settings.coarse, self._lowest_per_s)
         for point in found.points:
             self._counted(point)
         return found.at(LEVEL)

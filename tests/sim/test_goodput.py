@@ -85,6 +85,15 @@ def test_what_cannot_be_scored_is_said_to_be_unscored() -> None:
     assert [(g.low_per_s, g.scored) for g in found.goodput] == [(0.0, False), (0.0, False)]
 
 
+@pytest.mark.parametrize(("limit_per_s", "scored"), [(8.0, True), (3.0, False)])
+def test_no_rate_is_run_at_which_nothing_could_be_scored(limit_per_s: float, scored: bool) -> None:
+    probe = Falling(limit_per_s)
+    found = search(probe, 2.0, SearchSettings((0.95,), (0.03,)), lowest_per_s=5.0)
+    assert min(rate for rate, _ in probe.runs) == 5.0
+    assert found.at(0.95).scored is scored
+    assert (found.at(0.95).low_per_s > 0.0) is scored
+
+
 @settings(max_examples=60)
 @given(st.integers(0, 2**32), st.floats(0.5, 2.0))
 def test_no_rate_counts_above_one_that_failed(seed: int, guess: float) -> None:

@@ -133,7 +133,7 @@ def test_what_cannot_run_is_said_before_anything_runs() -> None:
             lab.run(small_case(), ["fcfs", "fcfs"])
         with pytest.raises(ValueError, match=r"limits.requests_max is 4000, too few .* raise it to \d+"):
             lab.run(small_case(instances=300), ["fcfs"])
-        with pytest.raises(ValueError, match=r"limits.window_s is 1, the metric asks for"):
+        with pytest.raises(ValueError, match=r"limits.window_s is 1, too short for lane_requests_min"):
             lab.run(small_case(limits={"window_s": 1.0}), ["fcfs"])
 
 
