@@ -61,6 +61,16 @@ class LongFill:
                 best_gain, best = gain, chunk
         return best
 
+    def most(self, row: PassRow, tokens: int, rest: tuple[int, int], allowed_s: float) -> int:
+        """The largest chunk of `rest` with which the pass takes no longer than `allowed_s`; 0: none."""
+        new_tokens, history = rest
+        best = 0
+        for limit in self._instance.pricer.chunk_sizes(tokens, new_tokens):
+            chunk = self._instance.chunk_tokens(rest, limit)
+            if chunk and row.cost_with(chunk, history, part=chunk < new_tokens) <= allowed_s:
+                best = max(best, chunk)
+        return best
+
     def _bound(self, history: int) -> int:
         """The best tokens/s within the allowed time, at least the knee."""
         known = self._bounds.get(history)

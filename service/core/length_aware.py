@@ -1,15 +1,8 @@
 """The `plaserve` policy: two lanes, AWD on the short one, long prompts in chunks that fit between.
 
-A pass is built in three steps.
-
-1. Short group. The short lane in its order, cut by predicted cost (`grouping`), trimmed until the tightest
-   target in it that can be met is met.
-2. Window. If nothing but shorts wait and every other instance is busy, AWD may hold the group back for depth.
-   With long work waiting there is no window: the time is better spent on a chunk.
-3. Long fill (`fill`). Long tokens join the short group only where that is predicted to lower the summed
-   completion time, and never cost a short in it its target. Without shorts the pass is a long chunk of the
-   size with the best tokens/s among those that block an arriving short, or the next decode step, no longer
-   than allowed.
+A pass (`pass_maker`) is an aged request's chunk, or shorts, or both, and long tokens beside them where they
+are due or pay. If nothing but shorts wait and every other instance is busy, AWD may hold them back for depth.
+With long work waiting there is no window: the time is better spent on a chunk.
 
 A request is short here if what it has to compute here is: a prompt whose cached blocks were evicted while it
 waited goes the way of the long ones, and a long one whose prefix is cached here that of the short ones.
@@ -31,20 +24,21 @@ import math
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
-from service.core.fill import LongFill
-from service.core.grouping import Cost, first_group, ordered_for
 from service.core.lanes import short_tokens_max
+from service.core.load import Load
 from service.core.order import LaneQueue
+from service.core.pass_maker import PassMaker
 from service.core.placement import Placement
-from service.core.policy import Instance, KvGate, PassPlan, Plan, PlanItem, Wait
+from service.core.policy import Instance, PassPlan, Plan, PlanItem, Wait
 from service.core.pools import Pools, serves
 from service.core.settings import SchedulerSettings
 from service.core.spill import Spill
 from service.core.tracked import Tracked
-from service.core.types import DispatchNumbers, Lane, Reason, Role
+from service.core.types import DispatchNumbers, Lane, Reason
 from service.core.wait_depth import Go, ShortQueue, WaitDepth
 
 FILL_CANDIDATES = 8  # long requests looked at for one pass
+LOOKED_FURTHER = 8  # shorts beyond those of one grouping, as some may lack room for KV
 
 
 class LengthAwarePolicy:
@@ -53,15 +47,17 @@ class LengthAwarePolicy:
         self._lanes = {lane: LaneQueue(settings.age_bound_s) for lane in Lane}
         self._pools = Pools()
         self._placement = Placement(settings, self._lanes, self._pools)
-        self._spill = Spill(settings, self._lanes, self._pools)
-        self._group_candidates = 2 * settings.group_requests_max  # looked at; some may lack room for KV
+        self._load = Load(self._pools)
+        self._spill = Spill(settings, self._lanes, self._pools, self._load)
+        self._group_candidates = settings.group_requests_max + LOOKED_FURTHER
         self._led: set[str | None] = set()  # instances whose last pass was led by an aged request
+        self._depth_bounds: dict[str, int] = {}  # by instance
         self._awd: WaitDepth | None = None  # made for the first instance: D needs its knee
 
     # --- the queue ---
 
     def instance_up(self, instance: Instance, now_s: float) -> None:
-        if self._awd is None:  # before the first arrival: its rate counts from there
+        if self._awd is None:
             self._awd = WaitDepth(self._settings, instance.pricer.knee_tokens)
         self._pools.add(instance)
         self._placement.instance_up(instance)
@@ -70,11 +66,12 @@ class LengthAwarePolicy:
         self._pools.remove(instance)
         self._placement.instance_down(instance)
         self._led.discard(instance.instance_id)
+        self._depth_bounds.pop(instance.instance_id, None)
 
     def add(self, tracked: Tracked, now_s: float, *, arrival: bool) -> None:
         self._lanes[tracked.lane].add(tracked, tracked.instance_id)
         if arrival:
-            self._spill.arrived(tracked, now_s)
+            self._load.arrived(tracked, now_s)
             if tracked.lane is Lane.SHORT and self._awd is not None:
                 self._awd.arrived(tracked.remaining, now_s)
 
@@ -114,26 +111,24 @@ class LengthAwarePolicy:
         self._placement.release(now_s)
         if not any(queue.waits_for(instance.instance_id) for queue in self._lanes.values()):
             return self._nothing_here(instance, now_s)
-        gate = KvGate(instance, self._settings, now_s)
-        allowed_s = self._pass_s_max(instance)
+        maker = PassMaker(self._settings, self._lanes, self._load, instance, now_s)
         led = instance.instance_id in self._led and self._lanes[Lane.SHORT].waits_for(instance.instance_id)
-        lead = [] if led else self._aged_lead(instance, gate, now_s, allowed_s)
-        shorts, longs = self._candidates(instance, now_s, lead)
-        group = self._short_group(instance, gate, now_s, lead, shorts)
-        if lead:
+        aged = not led and maker.lead(self._aged(instance, now_s))
+        shorts, longs = self._candidates(instance, now_s, maker.items)
+        group = maker.short_group(shorts)
+        if aged:
             reason = Reason.AGED
         elif group:
-            decision = self._hold_or_go(instance, group, now_s, long_waits=bool(longs))
+            decision = self._hold_or_go(instance, group, maker.slack_s(group), now_s, long_waits=bool(longs))
             if isinstance(decision, Wait):
                 return decision
             reason = decision
         else:
             reason = Reason.LONG_CHUNK
-        allowed_s = min(allowed_s, self._slack(group, now_s))
-        items = self._fill(instance, gate, lead + group, longs, allowed_s)
-        if items:
-            return self._finish(instance, items, reason, now_s)
-        if gate.refused_any:
+        self._complete(maker, group, shorts, longs)
+        if maker.items:
+            return self._finish(instance, maker.items, reason, now_s)
+        if maker.gate.refused_any:
             return Wait(math.inf, Reason.WAITING_FOR_KV)
         return self._nothing_here(instance, now_s)
 
@@ -142,38 +137,33 @@ class LengthAwarePolicy:
         until_s = min(self._placement.next_s(), self._spill.next_s(instance, now_s))
         return Wait(until_s, Reason.WAITING_FOR_INSTANCE) if math.isfinite(until_s) else None
 
-    def _aged_lead(self, instance: Instance, gate: KvGate, now_s: float, allowed_s: float) -> list[PlanItem]:
-        """The request that has waited longest past the ageing bound, with one chunk. Where it has no room,
-        those in parts here lead: their end makes room."""
+    def _aged(self, instance: Instance, now_s: float) -> Iterable[Tracked]:
+        """Who may lead: the request that has waited longest past the ageing bound. Where it has no room,
+        those in parts here: their end makes room."""
         place = instance.instance_id
         aged = [t for q in self._lanes.values() for t in islice(q.aged(now_s, place), FILL_CANDIDATES)]
         if not aged:
-            return []
+            return ()
         aged.sort(key=lambda t: (t.waiting_since_s, t.seq))
-        fill = LongFill(instance, allowed_s)
-        for tracked in chain(aged[:1], self._parts_here(instance), aged[1:]):
-            new_tokens, history = size = instance.item_of(tracked)
-            chunk = fill.alone(size)
-            if (
-                chunk
-                and math.isfinite(instance.pricer.pass_s(((chunk, history),)))
-                and gate.admits(tracked, whole=chunk == new_tokens)
-            ):
-                return [PlanItem(tracked, chunk, history)]
-        return []
+        return chain(aged[:1], self._parts_here(instance), aged[1:])
 
     def _candidates(
         self, instance: Instance, now_s: float, lead: list[PlanItem]
     ) -> tuple[list[Tracked], list[Tracked]]:
         """(short, long) requests that may join `lead` here: the first of each lane in its order, then those
         that hold KV here already. They need no room, so there is always somebody who can run."""
-        shorts = self._first(Lane.SHORT, instance, now_s, self._group_candidates)
-        longs = self._first(Lane.LONG, instance, now_s, FILL_CANDIDATES)
-        found = dict.fromkeys(chain(shorts, longs, self._parts_here(instance)))
-        for item in lead:
-            found.pop(item.tracked, None)
-        short = {t for t in found if self._is_short(instance, t)}
-        return [t for t in found if t in short], [t for t in found if t not in short]
+        found = self._first(Lane.SHORT, instance, now_s, self._group_candidates)
+        found += self._first(Lane.LONG, instance, now_s, FILL_CANDIDATES)
+        if instance.partial:
+            known = set(found)
+            found += [t for t in self._parts_here(instance) if t not in known]
+        if lead:
+            found.remove(lead[0].tracked)
+        shorts: list[Tracked] = []
+        longs: list[Tracked] = []
+        for tracked in found:
+            (shorts if self._is_short(instance, tracked) else longs).append(tracked)
+        return shorts, longs
 
     def _first(self, lane: Lane, instance: Instance, now_s: float, count: int) -> list[Tracked]:
         """The first `count` of the lane that may run here and have no better instance to wait for."""
@@ -197,48 +187,8 @@ class LengthAwarePolicy:
             return False
         return new_tokens <= short_tokens_max(instance, history, self._settings)
 
-    def _short_group(
-        self,
-        instance: Instance,
-        gate: KvGate,
-        now_s: float,
-        lead: list[PlanItem],
-        candidates: list[Tracked],
-    ) -> list[PlanItem]:
-        """The short requests of the pass, beside an aged `lead`."""
-        found: list[PlanItem] = []
-        requests_max = instance.requests_max - len(lead)
-        for tracked in candidates:
-            if len(found) == min(self._settings.group_requests_max, requests_max):
-                break
-            if gate.admits(tracked):
-                found.append(PlanItem(tracked, *instance.item_of(tracked)))
-        if not found:
-            return []
-        order = ordered_for(instance.spec.profiles, [item.size for item in found])
-        found = [found[index] for index in order]
-        fixed = [item.size for item in lead]
-        if lead and self._mixing_loses(instance, fixed, found[0]):
-            return []
-        sizes = [item.size for item in found]
-        row = instance.pricer.row(sizes, fixed, parts=sum(item.is_part for item in lead))
-        group = found[: first_group(sizes, row.cost, requests_max, self._settings.grouping)]
-        return group[: self._size_within_targets(group, row.cost, now_s)]
-
-    def _size_within_targets(self, group: list[PlanItem], cost: Cost, now_s: float) -> int:
-        """How many from the front stay: less while the pass would miss a target that a smaller one meets."""
-        allowed_s = self._slack(group, now_s)
-        if math.isinf(allowed_s):
-            return len(group)
-        targets = [i.tracked.target_s if self._is_feasible(i.tracked) else math.inf for i in group]
-        tightest = targets.index(min(targets)) + 1
-        for size in range(len(group), tightest - 1, -1):
-            if cost(0, size) <= allowed_s:
-                return size
-        return len(group)
-
     def _hold_or_go(
-        self, instance: Instance, group: list[PlanItem], now_s: float, *, long_waits: bool
+        self, instance: Instance, group: list[PlanItem], slack_s: float, now_s: float, *, long_waits: bool
     ) -> Reason | Wait:
         awd, queue, pricer = self._awd, self._lanes[Lane.SHORT], instance.pricer
         assert awd is not None
@@ -249,7 +199,7 @@ class LengthAwarePolicy:
             requests=len(queue),
             tokens=queue.tokens,
             head_wait_s=queue.oldest_wait_s(now_s, instance.instance_id),
-            slack_s_min=self._slack(group, now_s) - pass_s,
+            slack_s_min=slack_s - pass_s,
             pass_s=pass_s,
         )
         decision = awd.decide(state, now_s, lambda tokens: pricer.pass_s(((tokens, 0),)))
@@ -259,53 +209,19 @@ class LengthAwarePolicy:
             return Reason.NO_GAIN  # the next one needs no place in this pass: another instance is idle
         return Wait(decision.until_s, Reason.WAITING_FOR_DEPTH)
 
-    def _is_feasible(self, tracked: Tracked) -> bool:
-        return self._lanes[tracked.lane].is_feasible(tracked)
-
-    def _slack(self, group: list[PlanItem], now_s: float) -> float:
-        """Seconds until the tightest target in reach is due, hand-back time taken off; inf without one."""
-        targets = (i.tracked.target_s for i in group if self._is_feasible(i.tracked))
-        return min(targets, default=math.inf) - now_s - self._settings.safety_s
-
-    def _fill(
-        self,
-        instance: Instance,
-        gate: KvGate,
-        front: list[PlanItem],
-        longs: list[Tracked],
-        allowed_s: float,
-    ) -> list[PlanItem]:
-        """Add long tokens to `front` where it pays; the first chunk of all where there is no front."""
-        items = list(front)
-        if not longs:
-            return items
-        behind = sum(len(queue) for queue in self._lanes.values()) - len(front)
-        row = instance.pricer.row([i.size for i in items], parts=sum(i.is_part for i in items))
-        tokens, fill = sum(i.new_tokens for i in items), LongFill(instance, allowed_s)
-        for tracked in longs:
-            if len(items) == instance.requests_max:
-                break
-            new_tokens, history = size = instance.item_of(tracked)
-            visits = tracked.instance_id is None and not serves(instance, Lane.LONG)
-            chunk = fill.beside(row, tokens, behind, size, only_whole=visits) if items else fill.alone(size)
-            if chunk and gate.admits(tracked, whole=chunk == new_tokens):
-                items.append(PlanItem(tracked, chunk, history))
-                row.append(chunk, history, part=chunk < new_tokens)
-                tokens += chunk
-                behind -= 1
-        return items
-
-    def _pass_s_max(self, instance: Instance) -> float:
-        """How long a pass with long tokens may block an arriving short and the next decode step."""
-        limit_s = self._settings.long_chunk_s_max
-        if instance.role is Role.SP:
-            limit_s = min(limit_s, self._settings.spill_chunk_s_max)
-        return min(limit_s, instance.decode.pass_s_max())
-
-    def _mixing_loses(self, instance: Instance, front: list[tuple[int, int]], item: PlanItem) -> bool:
-        """Whether two passes are predicted to be shorter than one (rows padded to the longest, say)."""
-        pass_s = instance.pricer.pass_s
-        return pass_s([*front, item.size]) > pass_s(front) + pass_s([item.size])
+    def _complete(
+        self, maker: PassMaker, group: list[PlanItem], shorts: list[Tracked], longs: list[Tracked]
+    ) -> None:
+        """Put the group into the pass, and long tokens beside it."""
+        due = maker.due_of(longs, group) if group and longs else set()
+        due_limit_s = 0.0
+        if due:
+            size, due_limit_s = maker.make_room(group, shorts, due)
+            group = group[:size]
+            longs.sort(key=lambda t: t not in due)
+        limit_s = min(maker.limit_s, maker.slack_s(group))
+        maker.items += group
+        maker.fill(longs, limit_s, due, due_limit_s)
 
     def _finish(self, instance: Instance, items: list[PlanItem], reason: Reason, now_s: float) -> PassPlan:
         parts = sum(item.is_part for item in items)
@@ -325,7 +241,10 @@ class LengthAwarePolicy:
 
     def _depth_bound(self, instance: Instance) -> int:
         """Largest pass in tokens that the default short target leaves time for: D never grows past it."""
-        allowed_s = self._settings.ttft_target_short_s - self._settings.safety_s
-        edges = instance.pricer.chunk_edges
-        fitting = [edge for edge in edges if instance.pricer.pass_s(((edge, 0),)) <= allowed_s]
-        return fitting[-1] if fitting else edges[0]
+        known = self._depth_bounds.get(instance.instance_id)
+        if known is None:
+            allowed_s = self._settings.ttft_target_short_s - self._settings.safety_s
+            edges = instance.pricer.chunk_edges
+            fitting = [edge for edge in edges if instance.pricer.pass_s(((edge, 0),)) <= allowed_s]
+            known = self._depth_bounds[instance.instance_id] = fitting[-1] if fitting else edges[0]
+        return known

@@ -25,13 +25,13 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
+from service.core.load import Load
 from service.core.order import LaneQueue
 from service.core.policy import Instance
 from service.core.pools import OWN_LANE, Pool, Pools, serves
 from service.core.settings import SchedulerSettings
 from service.core.tracked import Tracked
 from service.core.types import Lane
-from service.core.wait_depth import RateEstimator
 
 LOOKED_AT = 24  # requests of the other lane in one plan
 TICK_S = 0.001  # not asked again sooner
@@ -39,14 +39,13 @@ LOAD_MAX = 0.95  # of the own lane, in the stretch of a visitor's time
 
 
 class Spill:
-    def __init__(self, settings: SchedulerSettings, lanes: Mapping[Lane, LaneQueue], pools: Pools) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, lanes: Mapping[Lane, LaneQueue], pools: Pools, load: Load
+    ) -> None:
         self._settings = settings
         self._lanes = lanes
         self._pools = pools
-        self._rates = {lane: RateEstimator() for lane in Lane}
-
-    def arrived(self, tracked: Tracked, now_s: float) -> None:
-        self._rates[tracked.lane].add(tracked.remaining, now_s)
+        self._load = load
 
     def taken(self, instance: Instance, lane: Lane, now_s: float) -> Iterator[Tracked]:
         """Those of `lane`, not that of the instance, that it may take now, in order."""
@@ -104,13 +103,13 @@ class Spill:
         if own_waits:
             return False
         own = OWN_LANE[instance.role]
-        own_pool, rate = self._pools.of(own, now_s), self._rates[own]
+        own_pool = self._pools.of(own, now_s)
         block_s = here_s
         if own is Lane.SHORT:
             block_s = min(here_s, self._settings.spill_chunk_s_max)
-            load = rate.tokens_per_s(now_s) / (instance.tokens_per_s * max(1, own_pool.instances))
+            load = self._load.of(own, instance, now_s) * self._load.instances / max(1, own_pool.instances)
             here_s /= 1.0 - min(LOAD_MAX, load)
         idle = sum(1 for _ in own_pool.idle_beside(instance))
         gain_s = end_there_s - (now_s + here_s) + behind * tracked.service_s / pool.instances
-        newcomers = rate.requests_per_s(now_s) * block_s - idle
+        newcomers = self._load.requests_per_s(own, now_s) * block_s - idle
         return gain_s > 0.5 * block_s * max(0.0, newcomers)

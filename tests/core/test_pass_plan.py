@@ -164,7 +164,7 @@ def test_a_plan_looks_at_a_bounded_part_of_the_queue() -> None:
             policy.add(tracked(f"r{seq}", 100, seq=seq, target_s=10.0 + seq), 0.0, arrival=True)
         assert isinstance(policy.plan(on, 0.0), PassPlan)
         looks.append(Counting.looked_at)
-    assert looks[0] == looks[1] == 2 * KNOBS.group_requests_max
+    assert looks[0] == looks[1] <= 2 * KNOBS.group_requests_max
 
 
 def test_deadline_free_requests_wait_for_nobody_and_hold_nobody() -> None:
