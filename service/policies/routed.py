@@ -3,7 +3,7 @@
 This is how a gateway in front of independent engines works (SGLang router, SMG, llm-d): what is bound waits
 there, however idle the others become. A request is placed anew only where it must be: its instance is gone,
 or its pass lost its KV, which a gateway answers by trying again. What a revoked pass gives back stays where
-it is.
+it is. The queues of the instances are those of engines: they know no targets.
 """
 
 from __future__ import annotations
@@ -190,10 +190,11 @@ class Routed:
     # --- the plan ---
 
     def plan(self, instance: Instance, now_s: float) -> Plan:
-        return self._stations[instance.instance_id].policy.plan(instance, now_s)
+        station = self._stations[instance.instance_id]
+        return station.policy.plan(instance, now_s) if station.waiting else None
 
     def late(self, now_s: float) -> list[Tracked]:
-        return [t for station in self._stations.values() for t in station.policy.late(now_s)]
+        return []
 
     def waiting(self) -> Iterator[Tracked]:
         queues = (station.policy.waiting() for station in self._stations.values())

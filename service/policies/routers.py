@@ -297,8 +297,22 @@ class PredictedLatency:
     def choose(self, tracked: Tracked, stations: Sequence[Station], now_s: float) -> Station:
         if len(stations) == 1:
             return stations[0]
-        items = [station.instance.item_of(tracked) for station in stations]
-        ttfts = [self._ttft_s(station, item, now_s) for station, item in zip(stations, items, strict=True)]
+        if tracked.request.block_hashes:
+            items = [station.instance.item_of(tracked) for station in stations]
+        else:
+            items = [(tracked.request.prompt_tokens, 0)] * len(stations)
+        idle_s: dict[tuple[int, int, tuple[int, int]], float] = {}  # idle ones of a kind predict the same
+        ttfts = []
+        for station, item in zip(stations, items, strict=True):
+            instance = station.instance
+            busy = instance.running is not None or instance.decode.running
+            if busy or station.waiting or station.cut_tokens:
+                ttfts.append(self._ttft_s(station, item, now_s))
+                continue
+            kind = id(instance.spec.cost), id(instance.spec.profiles), item
+            if kind not in idle_s:
+                idle_s[kind] = self._ttft_s(station, item, now_s)
+            ttfts.append(idle_s[kind])
         places = self._gated(tracked, items, ttfts)
         if self._knobs.headroom is Headroom.LEAST and math.isfinite(tracked.target_s):
             making_it = [i for i in places if now_s + ttfts[i] <= tracked.target_s]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from helpers import (
@@ -23,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers_cluster import LOADS
 
-from engines.types import BlocksRemoved, BlocksStored
+from engines.types import BlocksRemoved, BlocksStored, Chunking
 from service.core.policy import Instance, PassPlan, PrefillPolicy, Wait
 from service.core.settings import SchedulerSettings
 from service.core.tracked import Tracked
@@ -34,13 +35,16 @@ from service.policies.shortest_aging import REFRESH_MAX, ShortestAgingPolicy, Sh
 from service.policies.triton_dynamic import TritonDynamicPolicy, TritonKnobs
 
 KNOBS = SchedulerSettings(budget_tokens=512)
+REUSES = spec(cost=GPU_COST, profiles=PACKED)
 ENGINES = {
     "packed": spec(cost=GPU_COST, profiles=PACKED),
     "classed": spec(cost=CPU_COST, profiles=CLASSED),
     "rectangular": spec(cost=GPU_COST, profiles=RECTANGULAR),
+    "by reuse": replace(REUSES, capabilities=replace(REUSES.capabilities, chunking=Chunking.PREFIX_REUSE)),
 }
 SPECS = [
     "chunked",
+    "chunked:long_prefill_token_threshold=20",
     "chunked:long_prefill_token_threshold=100",
     "chunked:long_prefill_token_threshold=100,max_long_partial_prefills=1,max_num_partial_prefills=2",
     "triton_dynamic",
