@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from engines.models import load_model
 from engines.simulated import SimulatedModel
@@ -25,6 +25,7 @@ from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec, Role
 from service.sim.cluster import SimInstance
 from service.sim.sources import Targets, block_tokens
+from service.sim.tables import STRICT, checked, dotted
 from service.sim.workload_spec import Arrivals, WorkloadSpec
 
 BLOCK_TOKENS = 32  # of engines under workloads without block hashes: TensorRT-LLM's default
@@ -248,20 +249,18 @@ class Case:
         )
 
 
-_CASES = TypeAdapter(tuple[Case, ...], config=ConfigDict(extra="forbid"))
+_CASES = TypeAdapter(tuple[Case, ...], config=STRICT)
 
 
 def cases_of(tables: Sequence[Mapping[str, Any]]) -> tuple[Case, ...]:
     """The cases of a suite from its `[[case]]` tables. Raises ValueError naming case and key."""
-    try:
-        cases = _CASES.validate_python(list(tables))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        number, *path = first["loc"]
-        name = tables[int(number)].get("name", f"number {number}") if isinstance(number, int) else number
-        key = ".".join(str(part) for part in path)
-        message = str(first["msg"]).removeprefix("Value error, ")
-        raise ValueError(f"case {name}: {key + ': ' if key else ''}{message}") from error
+
+    def name_of(path: tuple[Any, ...]) -> str:
+        number, *key = path or ("",)
+        name = tables[number].get("name", f"number {number}") if isinstance(number, int) else number
+        return f"case {name}: {dotted(tuple(key))}" if key else f"case {name}"
+
+    cases: tuple[Case, ...] = checked(_CASES, list(tables), name_of)
     names = [case.name for case in cases]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

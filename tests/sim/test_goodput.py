@@ -113,6 +113,26 @@ def test_no_rate_counts_above_one_that_failed(seed: int, guess: float) -> None:
     assert found.inverted == any(rate > min(failed) for rate in sustained)
 
 
+def test_a_rate_that_held_above_one_that_failed_does_not_count() -> None:
+    held, failed = 0.97, 0.9
+    points = {
+        5.0: point(5.0, held),
+        8.0: point(8.0, failed),
+        9.0: point(9.0, held),
+        11.0: point(11.0, failed),
+    }
+    assert bracket(points, 0.95) == (5.0, 8.0)
+
+    def probe(rate_per_s: float, level: float) -> PointFigures:
+        """0.95 fails between 7 and 8, which only the search for 0.99 looks at."""
+        attainment = 0.995 if rate_per_s < 6.0 else held
+        return point(rate_per_s, failed if rate_per_s > 10.0 or 7.0 < rate_per_s < 8.0 else attainment)
+
+    found = search(probe, 9.9, SearchSettings(LEVELS, (0.05, 0.05)))
+    assert found.inverted
+    assert found.at(0.95).low_per_s < 7.0 < (found.at(0.95).high_per_s or 0.0) < 8.0
+
+
 def test_a_run_stopped_for_a_higher_level_says_nothing_of_a_lower_one() -> None:
     points = {10.0: point(10.0, 0.97, complete=False), 8.0: point(8.0, 1.0), 12.0: point(12.0, 0.9)}
     assert bracket(points, 0.95) == (8.0, 12.0)
