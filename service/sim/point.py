@@ -61,10 +61,11 @@ def run_with_records(
     sample_s, keep_log: of the kernel.
     """
     load = load or Load(case, metric, seed)
-    if rate_per_s is not None and rate_per_s > load.rate_max_per_s * (1.0 + 1e-9):
+    above = rate_per_s is not None and rate_per_s > load.rate_max_per_s * (1.0 + 1e-9)
+    if rate_per_s is not None and above and rate_per_s not in case.rates_per_s:
         return unscored_point(rate_per_s, seed), None  # above capacity; its window would be too short
     plan = load.plan(rate_per_s)
-    if rate_per_s is not None and not plan.scored:
+    if rate_per_s is not None and level > 0.0 and not plan.scored:
         return unscored_point(rate_per_s, seed), None
     watch = Watch(plan, level, decodes=case.decodes)
     settings = case.scheduler_settings()

@@ -200,6 +200,9 @@ class Load:
         if limits.window_s is not None:  # half of it, so that there are rates to search
             room = min(room, 0.5 * limits.window_s * self.rate_max_per_s * self.real_ratio)
         self.scored = tuple(lane for lane, requests in needed.items() if requests <= room)
+        if self.case.rates_per_s:  # nothing is searched; what can't be scored is shown all the same
+            self.scored = self.scored or tuple(self._shares)
+            return
         if not self.scored and limits.window_s is not None:
             raise ValueError(
                 f"{name}: limits.window_s is {limits.window_s:g}, too short for lane_requests_min "
