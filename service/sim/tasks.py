@@ -8,11 +8,8 @@ fixed_seed    the runs of a case that names its rates, or is a closed loop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-from pydantic import TypeAdapter
 
 from service.policies.registry import parse
 from service.sim.bounds import (
@@ -29,7 +26,6 @@ from service.sim.figures import MetricSettings, PointFigures
 from service.sim.goodput import Probe, Search, SearchSettings, search
 from service.sim.point import run_point
 from service.sim.run_length import Load, RunPlan, engine_seconds, fastest_factor
-from service.sim.tables import STRICT, checked, dotted
 from service.sim.tuning import Tuned, TuningSettings, tune
 
 LOADS_KEPT = 3  # per process: a scored seed, the tuning seed, and one more
@@ -63,23 +59,6 @@ class LabSettings:
             window_targets_min=ratio * self.metric.window_targets_min,
             lane_requests_min=max(20, round(ratio * self.metric.lane_requests_min)),
         )
-
-
-_SETTINGS = TypeAdapter(tuple[LabSettings], config=STRICT)
-
-
-def lab_settings_of(table: Mapping[str, Any]) -> LabSettings:
-    """From a table of a suite: `metric`, `search`, `tuning` and what stands beside them; the rest is default.
-
-    Raises ValueError naming the key.
-    """
-
-    def name_of(path: tuple[Any, ...]) -> str:
-        return f"settings: {dotted(path[1:])}" if path[1:] else "settings"
-
-    (settings,) = checked(_SETTINGS, [table], name_of)
-    found: LabSettings = settings
-    return found
 
 
 @dataclass(frozen=True, slots=True)

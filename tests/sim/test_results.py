@@ -42,7 +42,7 @@ from service.sim.results import (
     write_rows,
     write_summary,
 )
-from service.sim.tasks import LabSettings, SeedBounds, SeedScore, lab_settings_of
+from service.sim.tasks import LabSettings, SeedBounds, SeedScore
 from service.sim.tuning import TuningSettings
 
 COARSE = LabSettings(
@@ -168,24 +168,6 @@ def test_names_of_cases_are_their_own() -> None:
     with pytest.raises(ValueError, match="case a: the name comes twice"):
         cases_of([table, table])
     assert [case.name for case in cases_of([table, table | {"name": "b"}])] == ["a", "b"]
-
-
-def test_settings_of_a_suite_are_a_table() -> None:
-    found = lab_settings_of(
-        {"metric": {"window_s_min": 5.0}, "search": {"levels": [0.9], "tolerances": [0.1]}, "tuning": None}
-    )
-    assert found.metric.window_s_min == 5.0
-    assert found.metric.lane_requests_min == LabSettings().metric.lane_requests_min
-    assert found.search.levels == (0.9,)
-    assert found.tuning is None
-    for wrong, message in (
-        ({"metrics": {}}, "settings: metrics: Unexpected keyword"),
-        ({"metric": {"window": 1.0}}, "settings: metric.window: Unexpected keyword"),
-        ({"search": {"levels": [2.0]}}, "settings: search: levels must be"),
-        ({"reference_ratio": 7.0}, "settings: reference_ratio must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            lab_settings_of(wrong)
 
 
 # --- intervals ---
