@@ -110,6 +110,6 @@ def peak_bytes_per_s(transfers: tuple[Transfer, ...], over_s: float) -> float:
                 total += t.size_bytes * shared_s / (t.end_s - t.start_s)
         return total
 
-    # The load over a sliding stretch is piecewise linear: its peak is where a stretch begins or ends with one.
+    # The load over a sliding stretch is piecewise linear: its peak lies where one begins or ends.
     moments = [t.start_s for t in transfers] + [t.end_s - over_s for t in transfers]
     return max((carried(moment) for moment in moments), default=0.0) / over_s

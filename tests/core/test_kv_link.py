@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ def test_nothing_is_faster_than_the_link_and_all_arrives(
     link, times = KvLink(settings), sorted(offers)
     planned = [link.offer(f"r{n}", size, now_s) for n, (now_s, size) in enumerate(times)]
     assert link.bytes_offered == sum(size for _, size in offers)
-    for earlier, later in zip(planned, planned[1:], strict=False):
+    for earlier, later in pairwise(planned):
         assert later.start_s >= earlier.end_s
     for transfer in planned:
         assert transfer.start_s >= transfer.offered_s + settings.latency_s
