@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from rich.table import Table as RichTable
 
 from service.cli.failures import fail
 from service.sim.cache import DEFAULT_DIRECTORY, Cache
+from service.sim.estimate import estimate
 from service.sim.exhibits.catalog import EXHIBITS
 from service.sim.exhibits.exhibit import Exhibit, Table
 from service.sim.exhibits.markdown import cell_text
@@ -57,6 +59,7 @@ def run(
     """Run a suite: goodput of every policy in every case. Goes on where it was stopped."""
     loaded = _load(suite)
     directory = out or cache / loaded.name
+    _say_cost(loaded, case or (), policy or (), workers)
     result = _run(loaded, case or (), policy or (), workers, cache, directory)
     summary = result.summary()
     for level in levels(summary):
@@ -118,6 +121,18 @@ def page(
         ]
         data = lab_json(_exhibits(tuple(EXHIBITS)), ran)
     typer.echo(f"Written to {write_page(data, out)}")
+
+
+def _say_cost(suite: Suite, cases: Sequence[str], policies: Sequence[str], workers: int) -> None:
+    """What all of it would take from nothing; what is known already takes no time."""
+    cpu_s = 0.0
+    for case in suite.cases:
+        if cases and case.name not in cases:
+            continue
+        with contextlib.suppress(MissingTrace, ValueError):  # told when it is its turn
+            cpu_s += estimate(case, tuple(policies) or suite.policies, suite.settings).cpu_s
+    text = f"about {cpu_s / 60.0:.0f} minutes of processor time, {workers} processes, if nothing is known yet"
+    Console(stderr=True).print(f"suite {suite.name}: {text}", highlight=False)
 
 
 def _load(name: str) -> Suite:
