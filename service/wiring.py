@@ -16,7 +16,6 @@ from importlib import metadata
 from pathlib import Path
 
 from engines.catalog import EngineOptions, LoadedEngine, load_engine
-from engines.simulated import SimulatedEngine
 from service.core.types import InstanceSpec
 from service.policies import make_scheduler
 from service.rpc.inference import InferenceServicer, ServedModel, StatusServicer
@@ -25,7 +24,7 @@ from service.rpc.server import RpcServer
 from service.rpc.text import BundleCodec, ByteCodec, TextCodec
 from service.runtime.event_log import EventLog
 from service.runtime.pump import Pump
-from service.runtime.worker import LocalWorker, PassRunner, ThreadRunner, TimedRunner
+from service.runtime.worker import LocalWorker, ThreadRunner
 from service.settings import Settings
 from service.telemetry import Telemetry, TelemetrySettings
 
@@ -113,15 +112,11 @@ async def serve(
 
 
 def _pump(settings: Settings, loaded: LoadedEngine, telemetry: Telemetry, event_log: EventLog | None) -> Pump:
+    """The simulated engine has a thread of its own too: timers of an event loop are up to 2 ms late."""
     engine = loaded.engine
-    runner: PassRunner
-    if isinstance(engine, SimulatedEngine):
-        runner = TimedRunner(engine.model, settings.engine.simulated_time_scale)
-    else:
-        runner = ThreadRunner(engine)
     spec = InstanceSpec(INSTANCE_ID, engine.capabilities, engine.profiles, loaded.cost)
     scheduler = make_scheduler(settings.policy, settings.scheduler)
-    return Pump(scheduler, [LocalWorker(spec, runner)], telemetry.observers, event_log)
+    return Pump(scheduler, [LocalWorker(spec, ThreadRunner(engine))], telemetry.observers, event_log)
 
 
 def _telemetry(settings: Settings, model: ServedModel, loaded: LoadedEngine) -> Telemetry:
