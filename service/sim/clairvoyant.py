@@ -27,14 +27,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from service.core.types import Lane
 from service.sim.bounds import Bools, Floats, Jobs
+
+if TYPE_CHECKING:
+    from scipy.sparse import coo_array
 
 Ints = NDArray[np.int64]
 
@@ -164,6 +166,8 @@ class _Triplets:
         self._parts.append((rows, columns, np.broadcast_to(np.asarray(value, dtype=float), rows.shape)))
 
     def matrix(self, rows: int, columns: int) -> coo_array:
+        from scipy.sparse import coo_array
+
         row, column, value = (np.concatenate(part) for part in zip(*self._parts, strict=True))
         return coo_array((value, (row, column)), shape=(rows, columns))
 
@@ -196,6 +200,8 @@ def _solve(groups: _Groups, engine_s: Floats, scored: Collection[Lane]) -> float
     objective[z_at] = 1.0
     rows = count + len(members)
     bounds_above = np.concatenate([-groups.work_s, np.zeros(len(members))])
+    from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import: only where it is solved
+
     answer = milp(  # without whole-number variables: a linear program
         objective,
         bounds=Bounds(np.zeros(z_at + 1), upper),

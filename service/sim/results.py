@@ -20,10 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import TypeAdapter
-from scipy import stats
 
 from service.core.types import Lane
 from service.sim.cache import write_whole
@@ -87,6 +84,8 @@ def t_interval(values: Sequence[float]) -> tuple[float, float, float]:
         raise ValueError(f"a t-interval needs two values or more, got {len(values)}")
     mean = sum(values) / len(values)
     variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    from scipy import stats  # slow to import, and no command but the lab's needs it
+
     half = float(stats.t.ppf(0.975, len(values) - 1)) * math.sqrt(variance / len(values))
     return mean, mean - half, mean + half
 
@@ -234,6 +233,9 @@ def write_summary(results: Iterable[CaseResult], path: Path) -> None:
 
 def write_rows(results: Iterable[CaseResult], path: Path) -> None:
     """One row for each run and lane, as parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     table = pa.Table.from_pylist([row for result in results for row in rows(result)])
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, path)
