@@ -72,6 +72,7 @@ def observe(scheduler: PrefillScheduler, before: Totals, now_s: float) -> tuple[
             at_risk_ratio=waiting[name].at_risk / waiting[name].weight if waiting[name].weight else 0.0,
             utilisation=min(1.0, max(0.0, rate(after.busy_s[name], before.busy_s.get(name, 0.0)))),
             requests_waiting=waiting[name].count,
+            cached_s=len(instance.prefix) * instance.spec.capabilities.block_tokens / instance.tokens_per_s,
         )
         for name, instance in scheduler.instances.items()
     )

@@ -47,7 +47,7 @@ class LengthAwarePolicy:
         self._lanes = {lane: LaneQueue(settings.age_bound_s) for lane in Lane}
         self._pools = Pools()
         self._placement = Placement(settings, self._lanes, self._pools)
-        self._load = Load(self._pools)
+        self._load = Load(self._pools, settings.rate_memory_s)
         self._spill = Spill(settings, self._lanes, self._pools, self._load)
         self._group_candidates = settings.group_requests_max + LOOKED_FURTHER
         self._led: set[str | None] = set()  # instances whose last pass was led by an aged request
@@ -87,6 +87,10 @@ class LengthAwarePolicy:
 
     def waiting(self) -> Iterator[Tracked]:
         return chain.from_iterable(queue.everyone() for queue in self._lanes.values())
+
+    def bound_to(self, instance_id: str) -> Iterator[Tracked]:
+        """The waiting requests that are only for this instance."""
+        return chain.from_iterable(queue.only_for(instance_id) for queue in self._lanes.values())
 
     def lane_load(self, lane: Lane) -> tuple[int, int]:
         return len(self._lanes[lane]), self._lanes[lane].tokens
@@ -157,12 +161,12 @@ class LengthAwarePolicy:
         if instance.partial:
             known = set(found)
             found += [t for t in self._parts_here(instance) if t not in known]
-        if lead:
-            found.remove(lead[0].tracked)
+        leads = {item.tracked for item in lead}
         shorts: list[Tracked] = []
         longs: list[Tracked] = []
         for tracked in found:
-            (shorts if self._is_short(instance, tracked) else longs).append(tracked)
+            if tracked not in leads:
+                (shorts if self._is_short(instance, tracked) else longs).append(tracked)
         return shorts, longs
 
     def _first(self, lane: Lane, instance: Instance, now_s: float, count: int) -> list[Tracked]:

@@ -1,4 +1,4 @@
-"""How busy arrivals keep the instances: the rates of both lanes, over about the last second."""
+"""How busy arrivals keep the instances: the rates of both lanes, as they were of late."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ LOAD_MAX = 0.95  # of a lane: more is a burst, and estimates that divide by what
 
 
 class Load:
-    def __init__(self, pools: Pools) -> None:
+    def __init__(self, pools: Pools, memory_s: float) -> None:
         self._pools = pools
-        self._rates = {lane: RateEstimator() for lane in Lane}
+        self._rates = {lane: RateEstimator(memory_s) for lane in Lane}
 
     @property
     def instances(self) -> int:

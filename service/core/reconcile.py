@@ -22,6 +22,7 @@ class InstanceLoad:
     at_risk_ratio: share of those requests within sigma of their TTFT target, or past it.
     utilisation: share of the last period that it was busy, 0 to 1.
     requests_waiting: count, not only of the present lane.
+    cached_s: predicted seconds to compute again what its prefix cache holds; 0 where that is not known.
     """
 
     instance_id: str
@@ -30,6 +31,7 @@ class InstanceLoad:
     at_risk_ratio: float
     utilisation: float
     requests_waiting: int
+    cached_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

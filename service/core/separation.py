@@ -5,12 +5,13 @@ served), S the time of a short pass, L that of a whole long request, C <= L that
 C(k, w) is Erlang's probability that all of k instances are busy. Waits are those of Allen and Cunneen for
 M/G/k: the exponential ones, times (1 + scv) / 2.
 
-    pooled   a short waits for the first pass to end, and for shorts before it:
-                 W_s = C(n, w_s + w_l)  r / n  / (1 - w_s/n)             r = (w_s S + w_l C') / (w_s + w_l)
+    pooled   shorts first: a short waits for the first pass to end, and for shorts before it,
+                 W_s = C(n, w)  r / n  / (1 - w_s/n)          r = (w_s S' + w_l C') / w,  w = w_s + w_l
              a long one also for the longs before it, and shorts between its chunks stretch its own time where
-             no other instance is idle:
-                 W_l = C(n, w_s + w_l)  R / n  / ((1 - w_s/n) (1 - (w_s + w_l)/n))      R as r, L' for C'
-                 time = L (1 + C(n, w_s + w_l) w_s / (n - w_s))
+             no other instance is idle,
+                 W_l = C(n, w)  R / n  / ((1 - w_s/n) (1 - w/n))        R as r, with L' for C'
+                 time = L (1 + C(n, w) w_s / (n - w_s))
+             or, where that is better, both alike: W = C(n, w)  R / n  / (1 - w/n)
     split    k short and n - k long instances, each pool alone: W = C(k, w)  S' / k  / (1 - w/k)
 
 with S', C', L' times (1 + scv) / 2. (Non-preemptive priority at the end of a pass; with one class it is
@@ -71,10 +72,14 @@ def all_busy(instances: int, work: float) -> float:
 
 
 def predict(instances: int, short: Stream, long: Stream, instances_min: int = 1) -> Separation:
-    """The scores of one pool and of the best two of at least `instances_min` each."""
+    """The scores of one pool and of the best two of at least `instances_min` each. Two that give a lane up
+    are no choice where one pool can serve both."""
     pooled = _pooled_score(instances, short, long)
+    fits = short.work_s_per_s + long.work_s_per_s < instances
     best, best_score = 0, math.inf
     for count in range(instances_min, instances - instances_min + 1):
+        if fits and (short.work_s_per_s >= count or long.work_s_per_s >= instances - count):
+            continue
         score = _alone_score(count, short) + _alone_score(instances - count, long)
         if score < best_score:
             best, best_score = count, score
@@ -85,20 +90,20 @@ def _pooled_score(instances: int, short: Stream, long: Stream) -> float:
     work = short.work_s_per_s + long.work_s_per_s
     if work <= 0.0:
         return 0.0
-    of_shorts, load = short.work_s_per_s / instances, work / instances
+    of_shorts, load, busy = short.work_s_per_s / instances, work / instances, all_busy(instances, work)
     if of_shorts >= 1.0:
         return _lost(short) + _lost(long)
-    busy = all_busy(instances, work)
     ahead = short.work_s_per_s * _varied(short.request_s, short.scv)
-    blocking_s = (ahead + long.work_s_per_s * _varied(long.pass_s, _pass_scv(long))) / work
-    short_wait_s = busy * blocking_s / instances / (1.0 - of_shorts)
-    score = _score(short, busy, short_wait_s, short.request_s)
+    pass_s = (ahead + long.work_s_per_s * _varied(long.pass_s, _pass_scv(long))) / work
+    request_s = (ahead + long.work_s_per_s * _varied(long.request_s, long.scv)) / work
+    first_s = busy * pass_s / instances / (1.0 - of_shorts)
+    first = _score(short, busy, first_s, short.request_s)
     if load >= 1.0:
-        return score + _lost(long)
-    ahead_s = (ahead + long.work_s_per_s * _varied(long.request_s, long.scv)) / work
-    long_wait_s = busy * ahead_s / instances / ((1.0 - of_shorts) * (1.0 - load))
+        return first + _lost(long)
+    alike_s = busy * request_s / instances / (1.0 - load)
+    alike = sum(_score(lane, busy, alike_s, lane.request_s) for lane in (short, long))
     stretched_s = long.request_s * (1.0 + busy * of_shorts / (1.0 - of_shorts))
-    return score + _score(long, busy, long_wait_s, stretched_s)
+    return min(alike, first + _score(long, busy, alike_s / (1.0 - of_shorts), stretched_s))
 
 
 def _alone_score(instances: int, stream: Stream) -> float:

@@ -26,8 +26,18 @@ class Grouping(StrEnum):
     LATENCY_FIRST = "latency_first"  # one pass, padded to the longest (LAPS slides)
 
 
+class Mode(StrEnum):
+    """Whether several instances are one pool or two."""
+
+    TEMPORAL = "temporal"  # one: every instance serves both lanes
+    SPATIAL = "spatial"  # one for each lane, moved between by pressure
+    AUTO = "auto"  # two only while that is predicted to win
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
+    mode: Mode = Mode.AUTO
+
     # lanes and targets
     lane_floor_tokens: int = 256  # short: L up to max(L_m(H), this); the embedded engine's L_m is below it
     ttft_target_short_s: float = 0.4  # the SLO of the LAPS experiments
@@ -39,6 +49,7 @@ class SchedulerSettings:
     window_s_min: float = 0.0
     window_s_max: float = 0.008  # LAPS finds its optimum at 6-8 ms
     sigma_s: float = 0.005  # slack at which a request may wait no longer
+    rate_memory_s: float = 1.0  # arrival rates are over about the last so many seconds
     head_wait_s_max: float = 0.020  # T_max: the head never waits longer for depth
     safety_s: float = 0.002  # subtracted from every slack: dispatch and hand-back time
 
@@ -66,7 +77,7 @@ class SchedulerSettings:
 
     def __post_init__(self) -> None:
         positive = {"ttft_target_short_s", "group_requests_max", "long_chunk_s_max", "age_bound_s"}
-        positive |= {"spill_chunk_s_max"}
+        positive |= {"spill_chunk_s_max", "rate_memory_s"}
         positive |= {"budget_tokens", "itl_bound_s", "queue_requests_max", "queue_tokens_max"}
         positive |= {"queue_age_s_max", "partial_requests_max"}
         for item in fields(self):

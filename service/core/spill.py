@@ -14,7 +14,7 @@ and the tokens ahead of it shared by the pool), an instance of the other role ta
 
   where b is how long the pass blocks the instance, r the rate of the own lane, k the instances of the pool.
   A long prompt runs in short chunks here and shorts go between them, so its time here is stretched by what
-  the shorts take.
+  the shorts take. Where the engine can't cut a chunk as short as the setting asks for, it stays away.
 
 And never while an instance of its own pool is idle and has room: whichever instance is asked first.
 """
@@ -25,6 +25,7 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
+from service.core.fill import LongFill
 from service.core.load import Load
 from service.core.order import LaneQueue
 from service.core.policy import Instance
@@ -96,17 +97,22 @@ class Spill:
         *,
         own_waits: bool,
     ) -> bool:
-        here_s = instance.pricer.request_s(*instance.item_of(tracked))
+        size = instance.item_of(tracked)
+        block_s = here_s = instance.pricer.request_s(*size)
+        own = OWN_LANE[instance.role]
+        own_pool = self._pools.of(own, now_s)
+        if own is Lane.SHORT:
+            limit_s = self._settings.spill_chunk_s_max
+            chunk = LongFill(instance, limit_s).alone(size)
+            block_s = instance.pricer.pass_s(((chunk, size[1]),)) if chunk else math.inf
+            if block_s > limit_s:
+                return False  # nothing shorter can be cut from it here
         end_there_s = start_s + tracked.service_s + self._settings.safety_s
         if now_s + here_s <= tracked.target_s < end_there_s:
             return True
         if own_waits:
             return False
-        own = OWN_LANE[instance.role]
-        own_pool = self._pools.of(own, now_s)
-        block_s = here_s
         if own is Lane.SHORT:
-            block_s = min(here_s, self._settings.spill_chunk_s_max)
             load = self._load.of(own, instance, now_s) * self._load.instances / max(1, own_pool.instances)
             here_s /= 1.0 - min(LOAD_MAX, load)
         idle = sum(1 for _ in own_pool.idle_beside(instance))

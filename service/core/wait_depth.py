@@ -31,7 +31,7 @@ from service.core.types import Reason
 class RateEstimator:
     """Exponentially forgetting rate of arrivals and of their tokens, per second."""
 
-    def __init__(self, memory_s: float = 1.0) -> None:
+    def __init__(self, memory_s: float) -> None:
         self._memory_s = memory_s
         self._count = 0.0
         self._tokens = 0.0
@@ -83,7 +83,7 @@ class WaitDepth:
     def __init__(self, settings: SchedulerSettings, depth_tokens_max: int) -> None:
         self._settings = settings
         self._depth_tokens_max = max(1, depth_tokens_max)
-        self._rate = RateEstimator()
+        self._rate = RateEstimator(settings.rate_memory_s)
         self._opened_s: float | None = None
         self.depth_tokens = float(self._depth_tokens_max)
         self.window_s = settings.window_s_max

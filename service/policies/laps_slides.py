@@ -45,7 +45,7 @@ class SlidesWindow:
 
     def __init__(self, settings: SchedulerSettings, depth_max: int) -> None:
         self._settings = settings
-        self._rate = RateEstimator()
+        self._rate = RateEstimator(settings.rate_memory_s)
         self._opened_s = 0.0
         self._chosen = False  # W, for the window that is open
         self.depth = depth_max  # D

@@ -8,6 +8,7 @@ from typing import Any
 
 from service.core.length_aware import LengthAwarePolicy
 from service.core.policy import PrefillPolicy
+from service.core.pressure import PressureSettings, controller_for
 from service.core.reconcile import Controller
 from service.core.scheduler import PrefillScheduler
 from service.core.settings import SchedulerSettings
@@ -52,7 +53,7 @@ class PolicyKind:
     source: str
     differs: str
     knobs: type | None = None
-    controller: Callable[..., Controller] | None = None
+    controller: Callable[..., Controller | None] | None = None
     search: Mapping[str, tuple[float | str, ...]] = field(default_factory=dict)
     idle_s_max: float = 0.0
     starves: bool = False
@@ -63,10 +64,12 @@ _CENTRAL = "one queue for all instances instead of one each: stronger"
 
 POLICIES: dict[str, PolicyKind] = {
     "plaserve": PolicyKind(
-        make=LengthAwarePolicy,
+        make=lambda settings, _: LengthAwarePolicy(settings),
         what="two lanes, AWD on the short one, passes built by predicted cost, long chunks between",
         source="this project; LAPS (arXiv 2601.11589) is where it starts",
         differs="",
+        knobs=PressureSettings,
+        controller=lambda settings, knobs: controller_for(settings.mode, settings, knobs),
         search={"long_chunk_s_max": (0.15, 0.05, 0.3)},
         idle_s_max=0.02,
     ),

@@ -167,7 +167,7 @@ def test_depth_stays_within_its_bounds(depths: list[tuple[int, int]]) -> None:
 @given(gaps=st.lists(st.floats(0.0, 3.0), min_size=1, max_size=50), tokens=st.integers(1, 500))
 def test_rate_is_that_of_the_last_second(gaps: list[float], tokens: int) -> None:
     """The estimate is the sum of exp(-age) over past arrivals; the mean size is exact."""
-    rate, now_s, seen = RateEstimator(), 0.0, []
+    rate, now_s, seen = RateEstimator(1.0), 0.0, []
     for gap_s in gaps:
         now_s += gap_s
         rate.add(tokens, now_s)
