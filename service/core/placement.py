@@ -1,14 +1,15 @@
 """Waiting for a better instance: spatial dispatch under late binding.
 
 A request goes where it is predicted to finish first. An instance is only asked when it is free, so that
-becomes a choice to be left: when instance I is free, a request that J would finish sooner,
+becomes a choice to be left: instance I is free, but J holds more of the prompt. The request waits for J if
 
-    max(now, J free) + ahead(J) + time on J  <  now + time on I
+    max(now, J free) + ahead(J) - now  <  (time on I - time on J) (1 + m)
 
-is *placed* with J: it moves to J's row of the queue and is nobody else's to look at. `ahead` is the work that
-is placed with J already (and, before a long request, what J has in parts), so that a popular prefix does not
-draw everybody to one instance. J is one of a short list: the instances that hold most of its prefix. Where
-nobody holds its first block there is nothing to choose, at the price of one look-up.
+and is *placed* with J: it moves to J's row of the queue and is nobody else's to look at. `ahead` is the work
+that is placed with J already (and, before a long request, what J has in parts), so that a popular prefix does
+not draw everybody to one instance. m is the number of requests that wait, for each instance: they would wait
+for what I computes again. J is one of a short list: the instances that hold most of the prefix. Where nobody
+holds its first block there is nothing to choose, at the price of one look-up.
 
 Nobody waits for ever. A placed request is anybody's again when J passes it over, when the moment comes at
 which waiting no longer pays although J is late, when J goes down, and before it is aged; an aged request is
@@ -31,6 +32,7 @@ from service.core.tracked import Tracked
 from service.core.types import Lane
 
 CANDIDATES = 4  # instances looked at for one request
+BEHIND_MAX = 5.0  # m is taken for no more: a long queue must not tie requests to a busy instance
 KEPT_S = 0.05  # a short list is this old at most
 
 
@@ -102,23 +104,24 @@ class Placement:
         if not places or (len(places) == 1 and places[0][0] is instance):
             return False
         here_s = instance.pricer.request_s(*instance.item_of(tracked))
-        latest_s = now_s + here_s - self._settings.safety_s
-        if now_s + here_s <= tracked.target_s:
-            latest_s = min(latest_s, tracked.target_s)
-        best: tuple[float, float, float, Instance] | None = None
+        in_time = now_s + here_s <= tracked.target_s
+        others = 1.0 + min(BEHIND_MAX, sum(map(len, self._lanes.values())) / len(self._pools))
+        best: _Placed | None = None
+        best_s = self._settings.safety_s
         for place, there_s in places:
             if place is instance or not place.kv.fits(tracked.kv_tokens_max):
                 continue
             start_s = free_s(place, now_s) + self._work_ahead_s(tracked, place)
-            if start_s + there_s < latest_s:
-                latest_s = start_s + there_s
-                best = (start_s, there_s, here_s, place)
-        if best is None:
-            return False
-        start_s, there_s, here_s, place = best
-        until_s = min(start_s + here_s - there_s, aged_s)
-        self._place(_Placed(tracked, place.instance_id, until_s, there_s))
-        return True
+            saved_s = (here_s - there_s) * others
+            if saved_s - (start_s - now_s) > best_s and (
+                start_s + there_s <= tracked.target_s or not in_time
+            ):
+                best_s = saved_s - (start_s - now_s)
+                until_s = min(start_s + saved_s, aged_s)
+                best = _Placed(tracked, place.instance_id, until_s, there_s)
+        if best is not None:
+            self._place(best)
+        return best is not None
 
     def _work_ahead_s(self, tracked: Tracked, place: Instance) -> float:
         """Predicted seconds of work that goes before `tracked` on `place`, beside its passes."""
@@ -147,6 +150,7 @@ class Placement:
 
     def _place(self, placed: _Placed) -> None:
         request_id = placed.tracked.request_id
+        self._forget(request_id)  # it may have waited for another one
         self._placed[request_id] = placed
         self._ahead_s.setdefault(placed.instance_id, {})[request_id] = placed.work_s
         heapq.heappush(self._until, (placed.until_s, placed.tracked.seq, request_id))
