@@ -38,7 +38,10 @@ def simulate(
     instances: Annotated[int, typer.Option(help="Instances that serve it.")] = 1,
     rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
     rate_scale: Annotated[float | None, typer.Option(help="Times the recorded rate.")] = None,
-    load: Annotated[float | None, typer.Option(help="Share of capacity; the default is 0.7.")] = None,
+    load: Annotated[
+        float | None,
+        typer.Option(help="Share of capacity, the rate at which at best 95 % could be served. Default: 0.7."),
+    ] = None,
     arrivals: Annotated[
         str | None, typer.Option(help="recorded, poisson, gamma, closed or sessions. Default: what fits.")
     ] = None,
