@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from dynamo_check import SCHEDULERS, TOLERANCE, check, table, worst
 
-VARIABLE = "DYNAMO_PYTHON"
+VARIABLE = "PLASERVE_DYNAMO_PYTHON"
 
 
 @pytest.mark.slow
