@@ -62,13 +62,18 @@ class LongFill:
         return best
 
     def most(self, row: PassRow, tokens: int, rest: tuple[int, int], allowed_s: float) -> int:
-        """The largest chunk of `rest` with which the pass takes no longer than `allowed_s`; 0: none."""
-        new_tokens, history = rest
-        best = 0
-        for limit in self._instance.pricer.chunk_sizes(tokens, new_tokens):
+        """The largest chunk of `rest` with which the pass takes no longer than `allowed_s`, nor than two passes
+        would; 0: none."""
+        pricer, (new_tokens, history) = self._instance.pricer, rest
+        front_s, best = row.cost(0, len(row)), 0
+        for limit in pricer.chunk_sizes(tokens, new_tokens):
             chunk = self._instance.chunk_tokens(rest, limit)
-            if chunk and row.cost_with(chunk, history, part=chunk < new_tokens) <= allowed_s:
-                best = max(best, chunk)
+            part = chunk < new_tokens
+            if chunk <= best:
+                continue
+            mixed_s = row.cost_with(chunk, history, part=part)
+            if mixed_s <= min(allowed_s, front_s + pricer.pass_s(((chunk, history),), parts=int(part))):
+                best = chunk
         return best
 
     def _bound(self, history: int) -> int:

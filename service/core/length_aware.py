@@ -102,6 +102,7 @@ class LengthAwarePolicy:
         instance_id = plan.items[0].tracked.instance_id
         assert instance_id is not None, "the requests of a plan are bound when it is carried out"
         (self._led.add if plan.reason is Reason.AGED else self._led.discard)(instance_id)
+        self._pools.dispatched()
         self._placement.pass_over(instance_id)
         shorts = sum(item.new_tokens for item in plan.items if item.tracked.lane is Lane.SHORT)
         if self._awd is not None and shorts:
@@ -115,6 +116,9 @@ class LengthAwarePolicy:
         self._placement.release(now_s)
         if not any(queue.waits_for(instance.instance_id) for queue in self._lanes.values()):
             return self._nothing_here(instance, now_s)
+        again_s = self._spill.left_to_others(instance, now_s)
+        if again_s is not None:
+            return Wait(min(again_s, self._placement.next_s()), Reason.WAITING_FOR_INSTANCE)
         maker = PassMaker(self._settings, self._lanes, self._load, instance, now_s)
         led = instance.instance_id in self._led and self._lanes[Lane.SHORT].waits_for(instance.instance_id)
         aged = not led and maker.lead(self._aged(instance, now_s))
@@ -136,10 +140,21 @@ class LengthAwarePolicy:
             return Wait(math.inf, Reason.WAITING_FOR_KV)
         return self._nothing_here(instance, now_s)
 
-    def _nothing_here(self, instance: Instance, now_s: float) -> Plan:
+    def _nothing_here(self, instance: Instance, now_s: float) -> Wait | None:
         """Nobody to run here, but maybe later somebody who waits for another instance now."""
         until_s = min(self._placement.next_s(), self._spill.next_s(instance, now_s))
-        return Wait(until_s, Reason.WAITING_FOR_INSTANCE) if math.isfinite(until_s) else None
+        everywhere = not any(queue.waits_for_any() for queue in self._lanes.values()) and not any(
+            self._may_be_asked(place) for queue in self._lanes.values() for place in queue.places()
+        )
+        if everywhere or math.isfinite(until_s):
+            return Wait(until_s, Reason.WAITING_FOR_INSTANCE, everywhere)
+        return None
+
+    def _may_be_asked(self, instance_id: str) -> bool:
+        instance = self._pools.get(instance_id)
+        if instance is None:
+            return False
+        return instance.running is None or (self._settings.stage_lead_s > 0.0 and instance.staged is None)
 
     def _aged(self, instance: Instance, now_s: float) -> Iterable[Tracked]:
         """Who may lead: the request that has waited longest past the ageing bound. Where it has no room,
@@ -209,7 +224,7 @@ class LengthAwarePolicy:
         decision = awd.decide(state, now_s, lambda tokens: pricer.pass_s(((tokens, 0),)))
         if isinstance(decision, Go):
             return decision.reason
-        if any(self._pools.of(Lane.SHORT, now_s).idle_beside(instance)):
+        if self._pools.idle_other(Lane.SHORT, instance, now_s) is not None:
             return Reason.NO_GAIN  # the next one needs no place in this pass: another instance is idle
         return Wait(decision.until_s, Reason.WAITING_FOR_DEPTH)
 
@@ -223,6 +238,8 @@ class LengthAwarePolicy:
             size, due_limit_s = maker.make_room(group, shorts, due)
             group = group[:size]
             longs.sort(key=lambda t: t not in due)
+            if maker.alone(longs[0], group, due_limit_s):
+                return
         limit_s = min(maker.limit_s, maker.slack_s(group))
         maker.items += group
         maker.fill(longs, limit_s, due, due_limit_s)

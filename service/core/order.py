@@ -142,6 +142,14 @@ class LaneQueue:
         row = self._rows.get(place)
         return iter(row.by_age.values()) if row is not None else iter(())
 
+    def is_for(self, place: str) -> bool:
+        """Whether anybody waits for this instance only."""
+        return place in self._rows
+
+    def places(self) -> Iterator[str]:
+        """The instances that somebody waits for."""
+        return (place for place in self._rows if place is not None)
+
     def waits_for(self, place: str) -> bool:
         """Whether anybody waits whom this instance may take."""
         return place in self._rows or bool(self._rows[None].by_age)

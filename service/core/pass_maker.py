@@ -131,6 +131,22 @@ class PassMaker:
         load = self._load.of(Lane.SHORT, self._instance, self._now_s)
         return due_requests(longs, self.is_feasible, front_s, load, self._now_s, self._settings.safety_s)
 
+    def alone(self, tracked: Tracked, group: list[PlanItem], limit_s: float) -> bool:
+        """Give a due request the pass, where it can't join the group and the group can wait that long."""
+        size = self._instance.item_of(tracked)
+        row, tokens = self._pricer.row([i.size for i in group]), sum(i.new_tokens for i in group)
+        left_s = limit_s - row.cost(0, len(group))
+        fill = LongFill(self._instance, left_s)
+        chunk = fill.alone(size)
+        if self.items or not chunk or fill.most(row, tokens, size, limit_s):
+            return False
+        if self._pricer.pass_s(((chunk, size[1]),)) > left_s:
+            return False
+        if not self.gate.admits(tracked, whole=chunk == size[0]):
+            return False
+        self.items.append(PlanItem(tracked, chunk, size[1]))
+        return True
+
     def fill(self, longs: list[Tracked], limit_s: float, due: set[Tracked], due_limit_s: float) -> None:
         """Add long tokens where they are due or it pays; the first chunk of all to an empty pass."""
         if not longs:

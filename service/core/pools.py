@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from service.core.policy import Instance
 from service.core.types import Lane, Role
@@ -34,27 +33,32 @@ def free_s(instance: Instance, now_s: float) -> float:
     return end_s + (instance.staged.predicted_s if instance.staged is not None else 0.0)
 
 
-@dataclass(slots=True)
 class Pool:
     """What serves a lane, as seen at the begin of a turn."""
 
-    instances: int = 0
-    _idle: list[Instance] = field(default_factory=list)
-    _busy_until_s: float = math.inf
+    def __init__(self) -> None:
+        self.instances = 0
+        self._idle: list[Instance] = []
+        self._busy_until_s = math.inf
+        self._changed = False  # some of the idle may have been given a pass since
 
     def add(self, instance: Instance, now_s: float) -> None:
         self.instances += 1
         self._note(instance, now_s)
 
+    def dispatched(self) -> None:
+        self._changed = True
+
     def idle_beside(self, instance: Instance) -> Iterator[Instance]:
-        """Others that are idle still: passes may have been sent since the look."""
+        """Others that are idle still."""
         return (other for other in self._idle if other is not instance and other.running is None)
 
     def busy_until_s(self, now_s: float) -> float:
         """When the first of the busy ones is free; inf where none is busy."""
-        idle, self._idle = self._idle, []
-        for instance in idle:
-            self._note(instance, now_s)
+        if self._changed or math.isinf(self._busy_until_s):
+            idle, self._idle, self._changed = self._idle, [], False
+            for instance in idle:
+                self._note(instance, now_s)
         return self._busy_until_s
 
     def _note(self, instance: Instance, now_s: float) -> None:
@@ -68,6 +72,7 @@ class Pools:
     def __init__(self) -> None:
         self._instances: dict[str, Instance] = {}
         self._seen: dict[Lane, Pool] | None = None
+        self._known_idle: dict[Lane, Instance] = {}  # idle when last heard of
 
     def __len__(self) -> int:
         return len(self._instances)
@@ -82,10 +87,27 @@ class Pools:
     def remove(self, instance: Instance) -> None:
         self._instances.pop(instance.instance_id, None)
         self._seen = None
+        self._known_idle = {lane: i for lane, i in self._known_idle.items() if i is not instance}
 
     def new_turn(self) -> None:
         """Something may have happened: what was seen is old."""
         self._seen = None
+
+    def dispatched(self) -> None:
+        """An instance was given a pass."""
+        for pool in self._seen.values() if self._seen is not None else ():
+            pool.dispatched()
+
+    def idle_other(self, lane: Lane, instance: Instance, now_s: float) -> Instance | None:
+        """Another instance that serves the lane and is idle. One that was idle before is asked first: mostly
+        it still is, and nobody has to look at all of them."""
+        known = self._known_idle.get(lane)
+        if known is not None and known is not instance and known.running is None and serves(known, lane):
+            return known
+        idle = list(self.of(lane, now_s).idle_beside(instance))
+        if idle:
+            self._known_idle[lane] = idle[-1]  # the first are given work first
+        return idle[-1] if idle else None
 
     def of(self, lane: Lane, now_s: float) -> Pool:
         """The pool of a lane as it is this turn."""

@@ -70,6 +70,24 @@ class Spill:
             else:
                 ahead_tokens += tracked.remaining
 
+    def left_to_others(self, instance: Instance, now_s: float) -> float | None:
+        """When to ask again, where there is nothing for `instance` but requests of the other lane that an
+        idle instance of their own pool is about to take; None: make a plan. (A plan would say the same, but
+        there may be many who ask.)"""
+        own = OWN_LANE.get(instance.role)
+        if own is None or any(queue.is_for(instance.instance_id) for queue in self._lanes.values()):
+            return None
+        other_lane = Lane.LONG if own is Lane.SHORT else Lane.SHORT
+        waiting = self._lanes[other_lane]
+        aged_s = now_s - waiting.oldest_wait_s(now_s) + self._settings.age_bound_s
+        if self._lanes[own].waits_for_any() or aged_s <= now_s:
+            return None
+        first = next(waiting.in_order(now_s), None)
+        idle = self._pools.idle_other(other_lane, instance, now_s)
+        if first is None or idle is None or not _has_room(idle, first):
+            return None
+        return aged_s
+
     def next_s(self, instance: Instance, now_s: float) -> float:
         """When to ask again about what was not taken, if nothing happens before; inf: nothing waits."""
         other = [lane for lane in Lane if not serves(instance, lane) and self._lanes[lane].waits_for_any()]
@@ -81,10 +99,7 @@ class Spill:
         return max(now_s + TICK_S, again_s)
 
     def _idle_with_room(self, pool: Pool, instance: Instance, tracked: Tracked) -> bool:
-        return any(
-            other.may_take(tracked) and other.kv.fits(tracked.kv_tokens_max)
-            for other in pool.idle_beside(instance)
-        )
+        return any(_has_room(other, tracked) for other in pool.idle_beside(instance))
 
     def _pays(
         self,
@@ -119,3 +134,7 @@ class Spill:
         gain_s = end_there_s - (now_s + here_s) + behind * tracked.service_s / pool.instances
         newcomers = self._load.requests_per_s(own, now_s) * block_s - idle
         return gain_s > 0.5 * block_s * max(0.0, newcomers)
+
+
+def _has_room(instance: Instance, tracked: Tracked) -> bool:
+    return instance.may_take(tracked) and instance.kv.fits(tracked.kv_tokens_max)
