@@ -62,8 +62,8 @@ class LongFill:
         return best
 
     def most(self, row: PassRow, tokens: int, rest: tuple[int, int], allowed_s: float) -> int:
-        """The largest chunk of `rest` with which the pass takes no longer than `allowed_s`, nor than two passes
-        would; 0: none."""
+        """The largest chunk of `rest` with which the pass takes no longer than `allowed_s`, and than two
+        passes would; 0: none."""
         pricer, (new_tokens, history) = self._instance.pricer, rest
         front_s, best = row.cost(0, len(row)), 0
         for limit in pricer.chunk_sizes(tokens, new_tokens):

@@ -7,9 +7,9 @@ becomes a choice to be left: instance I is free, but J holds more of the prompt.
 
 and is *placed* with J: it moves to J's row of the queue and is nobody else's to look at. `ahead` is the work
 that is placed with J already (and, before a long request, what J has in parts), so that a popular prefix does
-not draw everybody to one instance. m is the number of requests that wait, for each instance: they would wait
-for what I computes again. J is one of a short list: the instances that hold most of the prefix. Where nobody
-holds its first block there is nothing to choose, at the price of one look-up.
+not draw everybody to one instance. m is the number of other requests that wait, for each instance: they would
+wait for what I computes again. J is one of a short list: the instances that hold most of the prefix. Where
+nobody holds its first block there is nothing to choose, at the price of one look-up.
 
 Nobody waits for ever. A placed request is anybody's again when J passes it over, when the moment comes at
 which waiting no longer pays although J is late, when J goes down, and before it is aged; an aged request is
@@ -105,7 +105,8 @@ class Placement:
             return False
         here_s = instance.pricer.request_s(*instance.item_of(tracked))
         in_time = now_s + here_s <= tracked.target_s
-        others = 1.0 + min(BEHIND_MAX, sum(map(len, self._lanes.values())) / len(self._pools))
+        waiting = sum(map(len, self._lanes.values())) - 1
+        others = 1.0 + min(BEHIND_MAX, waiting / len(self._pools))
         best: _Placed | None = None
         best_s = self._settings.safety_s
         for place, there_s in places:

@@ -1,4 +1,5 @@
-"""The laws of the scheduler under any interleaving of arrivals, results, failures, cancels and moves."""
+"""The laws of the scheduler under any interleaving of arrivals, results, failures, cancels, moves of roles,
+changes of caches, and instances that come and go."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engines.types import BlocksStored, FinishReason, ItemResult, Pass, PassKind, PassResult
+from engines.types import BlocksRemoved, BlocksStored, FinishReason, ItemResult, Pass, PassKind, PassResult
 from service.core.invariants import check
 from service.core.settings import LatePolicy, SchedulerSettings
 from service.core.slot import WorkerSlot
@@ -28,12 +29,15 @@ from service.core.types import (
     PassStarted,
     Reject,
     Revoke,
+    Role,
+    RoleChanged,
     Submit,
     WaitUntil,
 )
 from service.policies import POLICIES, make_scheduler
 
 PROMPTS = st.sampled_from([1, 5, 31, 32, 33, 64, 200, 256, 257, 700, 1500, 3000])
+PREFIXES = [tuple(range(1000 * n, 1000 * n + 93)) for n in range(3)]  # block hashes of the longest prompt
 PROFILES = {"packed": PACKED, "classed": CLASSED, "rectangular": RECTANGULAR}
 
 
@@ -57,7 +61,7 @@ class Machine(RuleBasedStateMachine):
         self.scheduler = make_scheduler(policy, knobs)
         self.specs = {
             name: spec(name, profiles=PROFILES[layout], cost=CPU_COST, blocks=blocks, layer_blocks=layers)
-            for name in ("a", "b")
+            for name in ("a", "b", "c")
         }
         self.now_s = 0.0
         self.slots: dict[str, WorkerSlot] = {}
@@ -91,7 +95,7 @@ class Machine(RuleBasedStateMachine):
         name = f"r{self.count}"
         self.prompts[name], self.position[name], self.tokens[name] = prompt, 0, 0
         due_s = None if deadline is None else self.now_s + deadline
-        hashes = tuple(range(prompt // 32)) if self.count % 3 == 0 else ()
+        hashes = PREFIXES[self.count % 3][: prompt // 32] if self.count % 4 else ()
         wanted = request(
             name,
             prompt,
@@ -141,25 +145,38 @@ class Machine(RuleBasedStateMachine):
     def cancel(self, pick, finished: bool) -> None:  # type: ignore[no-untyped-def]
         self.event(Cancel(pick.choice(sorted(self.scheduler.live)), finished))
 
-    @precondition(lambda self: "b" not in self.slots)
-    @rule()
-    def second_comes(self) -> None:
-        self.up("b")
+    @precondition(lambda self: len(self.slots) < 3)
+    @rule(role=st.sampled_from([None, *Role]))
+    def another_comes(self, role: Role | None) -> None:
+        name = next(name for name in "abc" if name not in self.slots)
+        self.up(name)
+        if role is not None:
+            self.event(RoleChanged(name, role))
 
-    @precondition(lambda self: len(self.slots) == 2)
-    @rule(name=st.sampled_from(["a", "b"]))
-    def one_goes(self, name: str) -> None:
+    @precondition(lambda self: len(self.slots) > 1)
+    @rule(pick=st.randoms(use_true_random=False))
+    def one_goes(self, pick) -> None:  # type: ignore[no-untyped-def]
+        name = pick.choice(sorted(self.slots))
         del self.slots[name]
         lost = [t.request_id for t in self.scheduler.live.values() if t.instance_id == name]
         self.begun = {i: at for i, at in self.begun.items() if i not in lost}
         self.event(InstanceDown(name, "injected"))
-        if name == "a":
-            self.up("a")
 
-    @precondition(lambda self: self.slots)
-    @rule(blocks=st.integers(1, 40))
-    def cache_fills(self, blocks: int) -> None:
-        self.event(KvChanged(sorted(self.slots)[0], (BlocksStored(tuple(range(blocks))),)))
+    @rule(pick=st.randoms(use_true_random=False), role=st.sampled_from(list(Role)))
+    def role_changes(self, pick, role: Role) -> None:  # type: ignore[no-untyped-def]
+        self.event(RoleChanged(pick.choice(sorted(self.slots)), role))
+
+    @rule(
+        pick=st.randoms(use_true_random=False),
+        which=st.integers(0, 2),
+        blocks=st.integers(1, 90),
+        kept=st.booleans(),
+    )
+    def cache_changes(self, pick, which: int, blocks: int, kept: bool) -> None:  # type: ignore[no-untyped-def]
+        """Blocks of one of the three prefixes come into a cache, or go from its end."""
+        row = PREFIXES[which]
+        change = BlocksStored(row[:blocks]) if kept else BlocksRemoved(row[blocks:])
+        self.event(KvChanged(pick.choice(sorted(self.slots)), (change,)))
 
     # --- laws ---
 

@@ -11,10 +11,12 @@ from service.core.order import SWEEP_MIN, LaneQueue
 from service.core.tracked import Tracked
 
 AGE_BOUND_S = 5.0
+PLACES = (None, "a", "b")
 
 
 class OrderMachine(RuleBasedStateMachine):
-    """A lane is the naive order: aged by age, then feasible by (priority, target), then hopeless by work."""
+    """A lane is the naive order: aged by age, then feasible by (priority, target), then hopeless by work.
+    Each instance sees its own row and the common one in that order, and nothing of the others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,6 +24,7 @@ class OrderMachine(RuleBasedStateMachine):
         self.waiting: dict[str, Tracked] = {}
         self.gone: list[Tracked] = []
         self.hopeless: set[str] = set()
+        self.place: dict[str, str | None] = {}
         self.now_s = 0.0
         self.count = 0
 
@@ -30,8 +33,9 @@ class OrderMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         due_in_s=st.sampled_from([0.1, 0.5, 3.0, 8.0, float("inf")]),
         service_s=st.sampled_from([0.0, 0.3, 1.0]),
+        place=st.sampled_from(PLACES),
     )
-    def add(self, prompt: int, priority: int, due_in_s: float, service_s: float) -> None:
+    def add(self, prompt: int, priority: int, due_in_s: float, service_s: float, place: str | None) -> None:
         self.count += 1
         self.insert(
             tracked(
@@ -42,7 +46,8 @@ class OrderMachine(RuleBasedStateMachine):
                 target_s=self.now_s + due_in_s,
                 service_s=service_s,
                 priority=priority,
-            )
+            ),
+            place,
         )
 
     @precondition(lambda self: self.gone)
@@ -53,7 +58,15 @@ class OrderMachine(RuleBasedStateMachine):
         entry.position = min(entry.position + done, entry.request.prompt_tokens - 1)
         entry.service_s /= 2
         entry.waiting_since_s = self.now_s
-        self.insert(entry)
+        self.insert(entry, None)
+
+    @precondition(lambda self: self.waiting)
+    @rule(pick=st.randoms(use_true_random=False), place=st.sampled_from(PLACES))
+    def move(self, pick, place: str | None) -> None:  # type: ignore[no-untyped-def]
+        """It waits for another instance now; its place in the order is the same."""
+        entry = self.waiting[pick.choice(sorted(self.waiting))]
+        self.queue.move(entry, place)
+        self.place[entry.request_id] = place
 
     @precondition(lambda self: self.waiting)
     @rule(pick=st.randoms(use_true_random=False))
@@ -73,8 +86,22 @@ class OrderMachine(RuleBasedStateMachine):
 
     @invariant()
     def order_is_the_naive_one(self) -> None:
-        assert list(self.queue.in_order(self.now_s)) == self.expected()
-        assert list(self.queue.aged(self.now_s)) == self.aged()
+        for place in PLACES:
+            seen = [t for i, t in self.waiting.items() if self.place[i] in (None, place)]
+            assert list(self.queue.in_order(self.now_s, place)) == self.expected(seen)
+            assert list(self.queue.aged(self.now_s, place)) == self.aged(seen)
+            oldest_s = min((t.waiting_since_s for t in seen), default=self.now_s)
+            assert self.queue.oldest_wait_s(self.now_s, place) == self.now_s - oldest_s
+
+    @invariant()
+    def rows_are_right(self) -> None:
+        for place in ("a", "b"):
+            own = {t for i, t in self.waiting.items() if self.place[i] == place}
+            assert set(self.queue.only_for(place)) == own
+            assert self.queue.is_for(place) == bool(own)
+            assert (place in self.queue.places()) == bool(own)
+            assert self.queue.waits_for(place) == (bool(own) or self.queue.waits_for_any())
+        assert self.queue.waits_for_any() == any(self.place[i] is None for i in self.waiting)
 
     @invariant()
     def books_are_right(self) -> None:
@@ -82,22 +109,21 @@ class OrderMachine(RuleBasedStateMachine):
         assert len(self.queue) == len(waiting)
         assert self.queue.tokens == sum(t.remaining for t in waiting)
         assert set(self.queue.everyone()) == set(waiting)
-        oldest_s = min((t.waiting_since_s for t in waiting), default=self.now_s)
-        assert self.queue.oldest_wait_s(self.now_s) == self.now_s - oldest_s
         assert all(self.queue.is_feasible(t) == (i not in self.hopeless) for i, t in self.waiting.items())
 
-    def insert(self, entry: Tracked) -> None:
-        self.queue.add(entry)
+    def insert(self, entry: Tracked, place: str | None) -> None:
+        self.queue.add(entry, place)
         self.waiting[entry.request_id] = entry
+        self.place[entry.request_id] = place
         self.hopeless.discard(entry.request_id)
 
-    def aged(self) -> list[Tracked]:
-        old = [t for t in self.waiting.values() if self.now_s - t.waiting_since_s >= AGE_BOUND_S]
+    def aged(self, seen: list[Tracked]) -> list[Tracked]:
+        old = [t for t in seen if self.now_s - t.waiting_since_s >= AGE_BOUND_S]
         return sorted(old, key=lambda t: (t.waiting_since_s, t.seq))
 
-    def expected(self) -> list[Tracked]:
-        aged = self.aged()
-        rest = [t for t in self.waiting.values() if t not in aged]
+    def expected(self, seen: list[Tracked]) -> list[Tracked]:
+        aged = self.aged(seen)
+        rest = [t for t in seen if t not in aged]
         feasible = [t for t in rest if t.request_id not in self.hopeless]
         hopeless = [t for t in rest if t.request_id in self.hopeless]
         feasible.sort(key=lambda t: (-t.request.priority, t.target_s, t.seq))
