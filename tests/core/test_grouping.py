@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 from helpers import CLASSED, CPU_COST, GPU_COST, PACKED, RECTANGULAR
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.core import grouping
@@ -25,20 +25,23 @@ PRICERS = {
 }
 
 
-def first_group(items: Sequence[Item], pass_s: PassS, requests_max: int, strategy: Grouping) -> int:
+def first_group(
+    items: Sequence[Item], pass_s: PassS, requests_max: int, strategy: Grouping, **how: object
+) -> int:
     """The cut for passes priced by their items."""
-    return grouping.first_group(items, lambda a, b: pass_s(items[a:b]), requests_max, strategy)
+    return grouping.first_group(items, lambda a, b: pass_s(items[a:b]), requests_max, strategy, **how)  # type: ignore[arg-type]
 
 
-def completion_sum(items: Sequence[Item], sizes: Sequence[int], pass_s: PassS) -> float:
-    """Summed completion times when `items` run in passes of `sizes`, one after another."""
+def completion_sum(items: Sequence[Item], sizes: Sequence[int], pass_s: PassS, behind: float = 0.0) -> float:
+    """Summed completion times when `items` run in passes of `sizes`, one after another, and `behind` requests
+    wait for all of them."""
     total = now_s = 0.0
     start = 0
     for size in sizes:
         now_s += pass_s(items[start : start + size])
         total += size * now_s
         start += size
-    return total
+    return total + behind * now_s
 
 
 @cache
@@ -50,12 +53,14 @@ def partitions(count: int, size_max: int) -> tuple[tuple[int, ...], ...]:
     return tuple((size, *rest) for size in sizes for rest in partitions(count - size, size_max))
 
 
-def assert_best_first_cut(items: Sequence[Item], pass_s: PassS, requests_max: int) -> None:
+def assert_best_first_cut(
+    items: Sequence[Item], pass_s: PassS, requests_max: int, behind: float = 0.0, *, convex: bool = False
+) -> None:
     sums: dict[int, float] = {}
     for sizes in partitions(len(items), requests_max):
-        total = completion_sum(items, sizes, pass_s)
+        total = completion_sum(items, sizes, pass_s, behind)
         sums[sizes[0]] = min(total, sums.get(sizes[0], math.inf))
-    chosen = first_group(items, pass_s, requests_max, Grouping.AUTO)
+    chosen = first_group(items, pass_s, requests_max, Grouping.AUTO, behind=behind, convex=convex)
     assert sums[chosen] == pytest.approx(min(sums.values()))
 
 
@@ -64,9 +69,10 @@ def assert_best_first_cut(items: Sequence[Item], pass_s: PassS, requests_max: in
     steps=st.lists(st.floats(0.0, 3.0), min_size=8, max_size=8),
     flat=st.floats(0.001, 5.0),
     requests_max=st.integers(1, 8),
+    behind=st.floats(0.0, 100.0),
 )
 def test_cut_is_optimal_for_any_rising_cost(
-    lengths: list[int], steps: list[float], flat: float, requests_max: int
+    lengths: list[int], steps: list[float], flat: float, requests_max: int, behind: float
 ) -> None:
     """The first group opens a partition with the least sum of completion times: flat part, then any rise."""
     rise = [sum(steps[:size]) for size in range(9)]
@@ -74,17 +80,45 @@ def test_cut_is_optimal_for_any_rising_cost(
     def pass_s(items: Sequence[Item]) -> float:
         return max(flat, rise[len(items)] + 0.01 * sum(new for new, _ in items))
 
-    assert_best_first_cut([(length, 0) for length in lengths], pass_s, requests_max)
+    assert_best_first_cut([(length, 0) for length in lengths], pass_s, requests_max, behind)
 
 
 @pytest.mark.parametrize("name", sorted(PRICERS))
-@given(lengths=LENGTHS, histories=st.lists(st.sampled_from([0, 32, 512]), min_size=8, max_size=8))
-def test_cut_is_optimal_on_real_profiles(name: str, lengths: list[int], histories: list[int]) -> None:
+@given(
+    lengths=LENGTHS,
+    histories=st.lists(st.sampled_from([0, 32, 512]), min_size=8, max_size=8),
+    behind=st.floats(0.0, 100.0),
+)
+def test_cut_is_optimal_on_real_profiles(
+    name: str, lengths: list[int], histories: list[int], behind: float
+) -> None:
     """The same on every layout, with its padding, in the order in which that layout cuts."""
     pricer = PRICERS[name]
     drawn = list(zip(lengths, histories, strict=False))
     items = [drawn[index] for index in ordered_for(pricer.profiles, drawn)]
-    assert_best_first_cut(items, pricer.pass_s, 8)
+    assert_best_first_cut(items, pricer.pass_s, 8, behind, convex=name == "packed")
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=9, max_size=40),
+    behind=st.floats(0.0, 100.0),
+    requests_max=st.integers(8, 40),
+)
+def test_coarse_cuts_cost_next_to_nothing(lengths: list[int], behind: float, requests_max: int) -> None:
+    """Where every second or fourth cut only is looked for, all of the row, cut again and again, is done
+    within 3 % of the least sum of completion times."""
+    pass_s = PRICERS["packed"].pass_s
+    items: list[Item] = [(length, 0) for length in lengths]
+    sums = []
+    for convex in (True, False):
+        sizes, rest = [], items
+        while rest:
+            sizes.append(first_group(rest, pass_s, requests_max, Grouping.AUTO, behind=behind, convex=convex))
+            rest = rest[sizes[-1] :]
+        assert max(sizes) <= requests_max
+        sums.append(completion_sum(items, sizes, pass_s, behind))
+    assert sums[0] <= 1.03 * sums[1]
 
 
 @given(lengths=LENGTHS, unfit=st.integers(0, 7))

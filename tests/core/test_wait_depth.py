@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 
 import pytest
-from helpers import CPU_COST, GPU_COST
+from helpers import CPU_COST, GPU_COST, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.cost_model import CostModel, PassShape
+from engines.simulated import SimulatedModel
 from service.core.settings import SchedulerSettings
-from service.core.types import Reason
+from service.core.types import PassFinished, PassStarted, Reason, WaitUntil
 from service.core.wait_depth import Go, Hold, RateEstimator, ShortQueue, WaitDepth
+from service.policies import make_scheduler
+from service.sim.kernel import run
 
 KNOBS = SchedulerSettings()
 DEPTH_MAX = 256
@@ -176,3 +179,23 @@ def test_rate_is_that_of_the_last_second(gaps: list[float], tokens: int) -> None
     assert rate.requests_per_s(now_s) == pytest.approx(expected)
     assert rate.tokens_per_s(now_s + 1.0) == pytest.approx(expected * tokens / math.e)
     assert rate.mean_tokens() == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize("instances", [2, 4])
+def test_nobody_waits_for_depth_beside_an_idle_instance(instances: int) -> None:
+    """The next request needs no place in this pass while another instance could run it at once; with every
+    other one busy the window is used as ever."""
+    flat = CostModel(0.0, 0.02, 0.0, 1e-9, 0.0, 0.0, origin="20 ms whatever a pass holds")
+    specs = [spec(f"i{n}", cost=flat) for n in range(instances)]
+    models = [SimulatedModel(s.capabilities, s.profiles, s.cost) for s in specs]
+    gap_s = 0.017 / instances
+    arrivals = [(gap_s * n, request(f"r{n}", 16, gap_s * n, max_new_tokens=1)) for n in range(400)]
+    scheduler = make_scheduler("plaserve", SchedulerSettings())
+    log = run(scheduler, list(zip(specs, models, strict=True)), arrivals).log
+    busy, held = 0, 0
+    for _, entry in log:
+        busy += isinstance(entry, PassStarted) - isinstance(entry, PassFinished)
+        if isinstance(entry, WaitUntil) and entry.reason is Reason.WAITING_FOR_DEPTH:
+            held += 1
+            assert busy == instances - 1
+    assert held
