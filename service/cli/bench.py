@@ -199,8 +199,7 @@ def parity(
 ) -> None:
     """Hold the running service, with a simulated 32B engine in wall time, against the simulator.
 
-    Takes about five minutes. Exits with 1 when they are further apart than docs/outside-checks.md allows, or
-    when the service takes half a core.
+    Takes about five minutes. Exits with 1 when they are further apart than docs/outside-checks.md allows.
     """
     from service.bench.parity import ParitySettings, run_parity
     from service.bench.parity_report import parity_json, render_parity

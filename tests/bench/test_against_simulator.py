@@ -23,7 +23,7 @@ from service.bench.parity import (
     simulate,
     slowed,
 )
-from service.bench.parity_report import compared, parity_json, render_parity
+from service.bench.parity_report import CPU_MAX, compared, parity_json, render_parity
 from service.cli import app
 from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec
@@ -158,9 +158,15 @@ def test_bad_settings_are_refused_by_name(field: str, value: object) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_service_does_what_the_simulator_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two minutes of the real thing. It measures wall time, so a machine that is busy fails it."""
+    """Two minutes of the real thing; wider bounds than those of the command, for fewer requests."""
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["bench", "parity", "--requests", "300", "--json", "parity.json"])
-    assert result.exit_code == 0, result.output
+    CliRunner().invoke(app, ["bench", "parity", "--requests", "300", "--json", "parity.json"])
     document = json.loads((tmp_path / "parity.json").read_text())
-    assert all(document[policy]["endings"]["completed"] == 300 for policy in ("plaserve", "fcfs"))
+    assert set(document) == {"plaserve", "fcfs"}
+    for policy in document.values():
+        every = policy["lanes"]["all"]
+        assert policy["endings"] == {"completed": 300}
+        assert policy["cpu_cores"] < CPU_MAX
+        assert abs(every["attainment_difference"]) < 0.05
+        assert abs(every["p50_difference"]) < 0.2
+        assert abs(every["p90_difference"]) < 0.2
