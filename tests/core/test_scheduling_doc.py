@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from service.core.lifecycle import HANDOVER, INSTANCE, REQUEST, HandoverState, InstanceState, RequestState
+from service.core.pressure import PressureSettings
 from service.core.settings import SchedulerSettings
 
 TEXT = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text(encoding="utf-8")
@@ -47,7 +48,16 @@ def test_the_table_of_knobs_is_complete_and_right() -> None:
     assert all(len(reason) > 10 for _, _, reason in rows)
 
 
+def test_the_table_of_the_controller_is_complete_and_right() -> None:
+    """The same for the controller's knobs."""
+    section = TEXT.split("| controller | default |", 1)[1].split("\n\n", 1)[0]
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (.*) \|$", section, flags=re.MULTILINE)
+    assert {name: value for name, value, _ in rows} == {
+        item.name: str(getattr(PressureSettings(), item.name)) for item in fields(PressureSettings)
+    }
+
+
 def test_named_tests_and_settings_exist() -> None:
     """Every setting that the page names in its text is one."""
     names = set(re.findall(r"`(\w+_(?:s|tokens|max|min|requests_max|s_max|s_min))`", TEXT))
-    assert names <= {item.name for item in fields(SchedulerSettings)}
+    assert names <= {item.name for kind in (SchedulerSettings, PressureSettings) for item in fields(kind)}
