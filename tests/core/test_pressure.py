@@ -88,7 +88,7 @@ def test_a_costly_move_must_be_worth_more() -> None:
         assert len(spatial().step(view, 0.0)) == expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     instances=st.integers(2, 40),
     load=st.floats(0.1, 1.3),
@@ -140,6 +140,7 @@ def test_a_flip_of_the_mix_is_followed(instances: int, before: float, after: flo
     assert total * (1.0 - after) <= instances - short
 
 
+@settings(max_examples=30)
 @given(instances=st.integers(2, 100), step=st.integers(0, 5))
 def test_moves_are_few_a_period(instances: int, step: int) -> None:
     """At most ceil(5 %) of the fleet moves in a period once the pools are formed."""

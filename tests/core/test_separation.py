@@ -6,7 +6,7 @@ import math
 
 import pytest
 from fleet_model import FluidFleet, demand
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.core.pressure import PressureController, PressureSettings
@@ -110,6 +110,7 @@ def test_auto_changes_its_mind_only_after_a_while() -> None:
     assert fleet.pool(Role.MIXED) == 12
 
 
+@settings(max_examples=30)
 @given(load=st.floats(0.1, 1.1), share=st.floats(0.05, 0.95))
 def test_auto_does_not_flip_flop(load: float, share: float) -> None:
     """Under constant demand it forms or merges pools at most once."""
