@@ -48,7 +48,8 @@ def first_group(
     """How many of the leading `items` form the first pass; at least 1 where the first fits at all, else 0.
 
     `cost(start, end)`: seconds of a pass of that stretch, rising with it; inf where no profile takes it.
-    behind: requests that wait for all of `items`. convex: `cost` is a convex function of sums over the pass.
+    behind: requests that wait for all of `items`. convex: `cost` is a convex function of sums over the pass,
+        and each item alone fits a pass.
     """
     if not items or math.isinf(cost(0, 1)):
         return 0
@@ -59,8 +60,9 @@ def first_group(
         while same < len(items) and _padded(items[same][0]) == _padded(items[0][0]):
             same += 1
         return _longest_fitting(same, cost, requests_max)
-    unfit = (index for index in range(len(items)) if math.isinf(cost(index, index + 1)))
-    count = next(unfit, len(items))  # what fits no pass ends the row: the rest is split as if it ended there
+    count = len(items)
+    if not convex:  # what fits no pass ends the row: the rest is split as if it ended there
+        count = next((index for index in range(count) if math.isinf(cost(index, index + 1))), count)
     return _cheapest_cut(count, cost, requests_max, behind, convex)
 
 

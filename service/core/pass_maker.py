@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from engines.types import Padding
+from engines.profiles import Profiles
+from engines.types import Layout, Padding
 from service.core.due import due_requests, pass_s_max
 from service.core.fill import LongFill
 from service.core.grouping import Cost, first_group, ordered_for
@@ -98,7 +99,7 @@ class PassMaker:
             requests_max,
             self._settings.grouping,
             behind=self._behind(len(found) + len(lead)),
-            convex=instance.spec.profiles.padding is Padding.NOTHING,
+            convex=_cost_is_convex(instance.spec.profiles),
         )
         group = found[:size]
         return group[: self._size_within_targets(group, row.cost)]
@@ -206,3 +207,9 @@ class PassMaker:
     def _share_of_waiting(self) -> float:
         load = sum(self._load.of(lane, self._instance, self._now_s) for lane in Lane)
         return 1.0 / self._load.instances / (1.0 - min(LOAD_MAX, load))
+
+
+def _cost_is_convex(profiles: Profiles) -> bool:
+    """Whether a pass costs a convex function of sums over its items, and takes every short one alone."""
+    packed = profiles.layout is Layout.PACKED and profiles.padding is Padding.NOTHING
+    return packed and not profiles.h_classes
