@@ -18,7 +18,7 @@ SECONDS = 90.0
 FLIP_S = 30.0
 EVEN = (0.98, 0.02)  # of LMSYS and RAG: about half of the tokens each
 SHORTS = (0.995, 0.005)
-MOVERS = ("laps_printed", "laps_slides", "plaserve")
+MOVERS = ("laps_printed", "laps_slides", "plaserve:mode=spatial", "plaserve")
 
 
 def moving_pools() -> Exhibit:
@@ -49,8 +49,8 @@ def moving_pools() -> Exhibit:
         Table(columns, rows),
         f"The example as told (5:3 is the first split after the flip): {', '.join(example) or 'none'}. "
         "In the paper a busy instance has less pressure, and pressures are compared as a ratio; the talk "
-        "subtracts them. With that sign a pool that works without a queue counts as needy, so the LAPS rules "
-        "also move without need. plaserve adds utilisation instead, and by itself (mode auto) forms pools "
+        "subtracts them. With that sign a pool that works without a queue counts as needy, so how the LAPS "
+        "rules move depends on weights that are not published. plaserve adds utilisation instead, and by itself (mode auto) forms pools "
         "only where it predicts a gain.",
         (plot,),
     )
