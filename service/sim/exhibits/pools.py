@@ -50,8 +50,8 @@ def moving_pools() -> Exhibit:
         f"The example as told (5:3 is the first split after the flip): {', '.join(example) or 'none'}. "
         "In the paper a busy instance has less pressure, and pressures are compared as a ratio; the talk "
         "subtracts them. With that sign a pool that works without a queue counts as needy, so how the LAPS "
-        "rules move depends on weights that are not published. plaserve adds utilisation instead, and by itself (mode auto) forms pools "
-        "only where it predicts a gain.",
+        "rules move depends on weights that are not published. plaserve adds utilisation instead, and by "
+        "itself (mode auto) forms pools only where it predicts a gain.",
         (plot,),
     )
 
