@@ -218,8 +218,8 @@ def test_the_books_balance_through_kills_and_returns(
         SimInstance(cpu_spec("b"), make_model, up_s, data.draw(outages(link_s, up_s))),
     ]
     knobs = SchedulerSettings(stage_lead_s=lead_s)
-    kind, knobs, _ = parse(policy, knobs)
-    scheduler = Checked(knobs, kind.make(knobs))
+    kind, knobs, own = parse(policy, knobs)
+    scheduler = Checked(knobs, kind.make(knobs, own) if kind.knobs else kind.make(knobs))
     result = run(scheduler, instances, requests(load), link_s=link_s)
     assert not scheduler.live
     assert scheduler.submitted == sum(scheduler.outcomes.values()) == len(load) == result.submitted
