@@ -12,10 +12,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from service.cli.failures import fail
 from service.cli.simulate_view import answers_json, render, write_plots, write_rows
+from service.sim.case import Case
 from service.sim.perfetto import write_trace
 from service.sim.run_length import Load
 from service.sim.traces import MissingTrace
-from service.sim.whatif import ask, metric_for, question, rate_for, workload_of
+from service.sim.whatif import Answer, ask, metric_for, question, rate_for, workload_of
 
 
 def simulate(
@@ -97,17 +98,28 @@ def simulate(
         )
         known = Load(case, metric_for(seconds), seed)
         rate_per_s = rate_for(case, known, rate_per_s=rate, rate_scale=rate_scale, load_ratio=load)
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("simulating", total=len(policies))
-            log_of = None if perfetto is None else policies[-1]
-            answers = ask(case, policies, rate_per_s, known, lambda _: progress.advance(task), log_of=log_of)
+        answers = _answers(case, policies, rate_per_s, known, keep_log=perfetto is not None)
     except (ValueError, MissingTrace) as error:
         fail(error)
     console.print(render(case, answers, rate_per_s, known.capacity_per_s))
     if json_path is not None:
         text = json.dumps(answers_json(case, answers), indent=2, allow_nan=False)
         json_path.write_text(text + "\n", encoding="utf-8")
+    _write(answers, rows_path, plot, perfetto)
+
+
+def _answers(
+    case: Case, policies: list[str], rate_per_s: float | None, known: Load, *, keep_log: bool
+) -> list[Answer]:
+    """One run a policy, with progress; `keep_log`: of the last one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("simulating", total=len(policies))
+        log_of = policies[-1] if keep_log else None
+        return ask(case, policies, rate_per_s, known, lambda _: progress.advance(task), log_of=log_of)
+
+
+def _write(answers: list[Answer], rows_path: Path | None, plot: Path | None, perfetto: Path | None) -> None:
     if rows_path is not None:
         write_rows(answers, rows_path)
     if plot is not None:
