@@ -156,8 +156,25 @@ class ItemResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Ran:
+    """How an engine that forms its own batches ran the prompt tokens of a pass, by its own statistics.
+
+    iterations: in how many; as planned it is 1. tokens, requests: what these held, all told. More than the
+    pass is merging, which is harmless since cost follows T; more iterations is splitting, which is not.
+    """
+
+    iterations: int
+    requests: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PassResult:
-    """Outcome of one pass; items in the order of the pass. `executed_*` are the sizes after padding."""
+    """Outcome of one pass; items in the order of the pass. `executed_*` are the sizes after padding.
+
+    On an engine that decodes beside prefill, tokens of other requests follow the items of the pass, and a
+    request that got several tokens meanwhile has several items, in order. ran: None where not known.
+    """
 
     pass_id: int
     kind: PassKind
@@ -165,6 +182,7 @@ class PassResult:
     executed_tokens: int
     executed_history: int
     elapsed_s: float
+    ran: Ran | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +204,11 @@ KvEvent = BlocksStored | BlocksRemoved
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of an engine, cheap to take."""
+    """A snapshot of an engine, cheap to take. incidents: what it survived, by name, with counts."""
 
     kv_blocks_total: int
     kv_blocks_free: int  # neither held by a request nor cached
     kv_blocks_cached: int  # reusable, evictable
     requests_live: int
     passes_done: int
+    incidents: tuple[tuple[str, int], ...] = ()

@@ -1,0 +1,145 @@
+"""What to build for TensorRT-LLM: model, precision, parallelism, GPU, the grid and the budgets.
+
+Every field has a value of its own here, so that nothing in an engine depends on a default of TensorRT-LLM:
+three of those moved between releases.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from build_scripts.spec import BuildError
+from engines.models import ModelShape, known_shape
+
+LENGTHS = (8, 16, 32, 64, 128, 256)  # the grid of LAPS
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+TOKENS_MAX = 16_384  # passes larger than this fail to build with several profiles (TensorRT-LLM issue 2014)
+ARCHITECTURES = ("qwen2", "llama")
+
+
+class Quantisation(StrEnum):
+    NONE = "none"
+    FP8 = "fp8"  # weights and activations in FP8 with calibrated scales, KV cache in FP8
+
+
+class GemmChoice(StrEnum):
+    """Which engines are built. The plugin's tactics follow T in powers of two, TensorRT's the profile."""
+
+    BOTH = "both"  # build both, keep the faster
+    PLUGIN = "plugin"
+    TENSORRT = "tensorrt"
+
+
+class EngineName(StrEnum):
+    SP = "sp"
+    LP = "lp"
+
+
+@dataclass(frozen=True, slots=True)
+class TrtLlmSpec:
+    """One build.
+
+    model: name of a shape that the project knows. architecture: qwen2 (Qwen2, Qwen2.5) or llama.
+    checkpoint: directory of the Hugging Face checkpoint; None: `repo` at `revision` is fetched from the hub.
+    python: interpreter of the environment that has tensorrt_llm. gpu: name that the device must contain.
+    lengths, batches: the grid, tokens and requests. pass_tokens_max, requests_max: largest pass.
+    context_tokens_max: longest prompt plus answer. separate_lp: build a second engine for long prefills (a
+    second copy of the weights). memory_share: of the GPU for weights, activations and KV. calibration_s:
+    seconds of measuring.
+    """
+
+    model: str
+    architecture: str
+    shape: ModelShape
+    out: str  # a directory, or a URL that fsspec knows
+    work_dir: Path
+    checkpoint: Path | None = None
+    repo: str | None = None
+    revision: str = "main"
+    python: Path = Path(sys.executable)
+    dtype: str = "bfloat16"
+    quantisation: Quantisation = Quantisation.NONE
+    tp: int = 1
+    pp: int = 1
+    gpu: str = "H200"
+    gpu_memory_bytes: int = 141_000_000_000
+    lengths: tuple[int, ...] = LENGTHS
+    batches: tuple[int, ...] = BATCHES
+    pass_tokens_max: int = 8_192
+    requests_max: int = 64
+    requests_opt: int = 8
+    context_tokens_max: int = 32_768
+    block_tokens: int = 32
+    gemm: GemmChoice = GemmChoice.BOTH
+    separate_lp: bool = False
+    lp_tokens_opt: int = 8_192
+    memory_share: float = 0.9
+    calibration_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise BuildError(
+                f"architecture {self.architecture!r} can't be built; use {' or '.join(ARCHITECTURES)}"
+            )
+        if self.dtype not in ("bfloat16", "float16"):
+            raise BuildError(f"dtype {self.dtype!r} is not known; use bfloat16 or float16")
+        if not 65 <= self.pass_tokens_max <= TOKENS_MAX:
+            raise BuildError(
+                f"pass_tokens_max must be 65 to {TOKENS_MAX}, got {self.pass_tokens_max}: at 64 or below "
+                "TensorRT-LLM makes malformed profiles, above it a build with several profiles fails"
+            )
+        if self.tp < 1 or self.pp != 1:
+            raise BuildError(
+                f"tp must be at least 1 and pp 1, got tp={self.tp} pp={self.pp}: pipeline parallelism on the "
+                "prefill side hangs in this release; use tp"
+            )
+        if self.tp > 1:
+            raise BuildError(
+                f"tp={self.tp} needs the executor's leader mode under MPI, which this adapter does not "
+                "start; use tp=1, or FP8 to fit a larger model on one GPU"
+            )
+        if self.block_tokens not in (16, 32, 64, 128):
+            raise BuildError(f"block_tokens must be 16, 32, 64 or 128, got {self.block_tokens}")
+        if not 0.0 < self.memory_share < 1.0:
+            raise BuildError(f"memory_share must be between 0 and 1, got {self.memory_share}")
+        for name in ("lengths", "batches"):
+            values = getattr(self, name)
+            if not values or list(values) != sorted(set(values)) or values[0] < 1:
+                raise BuildError(f"{name} must be ascending whole numbers above 0, got {values}")
+        if not 1 <= self.requests_opt <= self.requests_max:
+            raise BuildError(f"requests_opt must be 1 to requests_max ({self.requests_max})")
+        if self.context_tokens_max < max(self.lengths):
+            raise BuildError(
+                f"context_tokens_max is {self.context_tokens_max}, less than the longest cell, "
+                f"{max(self.lengths)}"
+            )
+
+    @property
+    def engine_names(self) -> tuple[EngineName, ...]:
+        return (EngineName.SP, EngineName.LP) if self.separate_lp else (EngineName.SP,)
+
+
+def architecture_of(model: str) -> str:
+    """qwen2 or llama, by a model's name. Raises BuildError for one that this pipeline can't build."""
+    name = model.lower().rsplit("/", 1)[-1]
+    if name.startswith(("qwen2.5", "qwen2-")):
+        return "qwen2"
+    if name.startswith(("llama", "meta-llama")):
+        return "llama"
+    raise BuildError(
+        f"model {model!r} can't be built for TensorRT-LLM here: Qwen2, Qwen2.5 and Llama can; "
+        "other architectures are served by the PyTorch adapter"
+    )
+
+
+def shape_of(model: str) -> ModelShape:
+    """The project's own table of shapes. Raises BuildError naming what it has."""
+    shape = known_shape(model)
+    if shape is None:
+        from engines.models import known_models
+
+        raise BuildError(f"model {model!r} is not known; known are {', '.join(known_models())}")
+    return shape
