@@ -64,6 +64,7 @@ def _simulated(options: EngineOptions) -> LoadedEngine:
         "h200_32b": simulated_settings.h200_32b_like,
         "small_cpu": simulated_settings.small_cpu_like,
         "padded_grid": simulated_settings.padded_grid_like,
+        "trtllm_like": simulated_settings.trtllm_32b_like,
     }
     if options.simulated_preset not in presets:
         raise ValueError(

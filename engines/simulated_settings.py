@@ -122,6 +122,11 @@ def padded_grid_like() -> Setting:
     return engine_setting(load_model("qwen3-32b"), "padded_grid")
 
 
+def trtllm_32b_like() -> Setting:
+    """The same H200 cost behind an executor: parts of prompts are requests, decode rides in every pass."""
+    return engine_setting(load_model("qwen3-32b"), "trtllm_like")
+
+
 def _kv_blocks(shape: ModelShape, block_tokens: int) -> int:
     free_bytes = MEMORY_SHARE * MEMORY_BYTES - shape.weight_bytes
     blocks = int(free_bytes / (shape.kv_bytes_per_token * block_tokens))

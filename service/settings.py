@@ -68,7 +68,7 @@ class EngineSettings(_Group):
     kv_capacity_tokens: int = Field(
         32_768, ge=32, description="Tokens of KV memory; 23 kB each for the embedded model."
     )
-    simulated_preset: Literal["h200_32b", "small_cpu", "padded_grid"] = Field(
+    simulated_preset: Literal["h200_32b", "small_cpu", "padded_grid", "trtllm_like"] = Field(
         "h200_32b", description="Cost model and capabilities (simulated)."
     )
     simulated_time_scale: float = Field(

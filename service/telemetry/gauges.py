@@ -107,7 +107,8 @@ def _by_lane(snapshot: Snapshot) -> Iterator[Family]:
 
 
 def _by_instance(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Family]:
-    up, decoding, blocks = (_family(m) for m in (names.INSTANCE_UP, names.DECODING, names.KV_BLOCKS))
+    metrics = (names.INSTANCE_UP, names.DECODING, names.KV_BLOCKS, names.INCIDENTS)
+    up, decoding, blocks, incidents = (_family(metric) for metric in metrics)
     for instance in instances:
         instance_id, stats = instance.instance_id, instance.stats
         up.add_metric([instance_id], float(instance.state == InstanceState.UP))
@@ -116,4 +117,6 @@ def _by_instance(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Family]:
         blocks.add_metric([instance_id, names.HELD], held)
         blocks.add_metric([instance_id, names.CACHED], stats.kv_blocks_cached)
         blocks.add_metric([instance_id, names.FREE], stats.kv_blocks_free)
-    yield from (up, decoding, blocks)
+        for incident, count in stats.incidents:
+            incidents.add_metric([instance_id, incident], count)
+    yield from (up, decoding, blocks, incidents)

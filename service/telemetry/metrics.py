@@ -12,13 +12,14 @@ arise: an answer of minutes would come too late for an alert. So live records ar
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter as PyCounter
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client import Gauge as PrometheusGauge
 
-from engines.types import ItemResult, Pass, PassKind, PassResult
+from engines.types import ItemResult, Pass, PassKind, PassResult, Ran
 from service.core.types import Dispatch, Lane, Outcome, Reason
 from service.runtime.contract import RequestRecord
 from service.telemetry import names
@@ -51,6 +52,8 @@ class MetricsObserver:
         self._decode_tokens = _counter(registry, names.DECODE_TOKENS)
         classes = (*(str(edge) for edge in t_classes), names.OVER)
         self._t_class_hits = tuple(_counters(registry, names.T_CLASS_HITS, classes).values())
+        verdicts = (names.AS_PLANNED, names.MERGED, names.SPLIT)
+        self._fidelity = _counters(registry, names.BATCH_FIDELITY, verdicts)
         self._targets = _targets(registry)
         self._dispatches = _counter(registry, names.DISPATCHES)
         self._passes_lost = _counter(registry, names.PASSES_LOST)
@@ -79,9 +82,8 @@ class MetricsObserver:
         self._pass_tokens[kind].inc(computed)
         self._padding_tokens[kind].inc(max(0, result.executed_tokens - computed))
         if kind is PassKind.PREFILL:
-            self._prefilled(result, computed)
-        else:
-            self._decoded(result.items)
+            self._prefilled(pass_, result)
+        self._answered(result.items)
 
     def pass_lost(self, pass_: Pass, reason: Reason, detail: str, start_s: float, end_s: float) -> None:
         self._predicted_s.pop(pass_.pass_id, None)
@@ -99,14 +101,30 @@ class MetricsObserver:
 
     # --- what passes did ---
 
-    def _prefilled(self, result: PassResult, computed: int) -> None:
+    def _prefilled(self, pass_: Pass, result: PassResult) -> None:
+        prompts = result.items[: len(pass_.items)]  # what decodes beside them follows
+        computed = sum(item.computed for item in prompts)
         self._t_class_hits[bisect_left(self._t_classes, result.executed_tokens)].inc()
         self._prompt_tokens[names.COMPUTED].inc(computed)
-        self._prompt_tokens[names.REUSED].inc(sum(item.reused for item in result.items))
-        for item in result.items:
+        self._prompt_tokens[names.REUSED].inc(sum(item.reused for item in prompts))
+        if result.ran is not None:
+            self._fidelity[_fidelity(result.ran, computed)].inc()
+
+    def _answered(self, items: Iterable[ItemResult]) -> None:
+        later: PyCounter[str] = PyCounter()  # tokens after the first, by request
+        for item in items:
             record = self._live.get(item.request_id)
-            if record is not None and item.token is not None:
+            if item.token is None:
+                continue
+            if record is not None and item.position <= record.request.prompt_tokens:
                 self._first_token(record)
+            else:
+                later[item.request_id] += 1
+        self._decode_tokens.inc(later.total())
+        for request_id, tokens in later.items():
+            record = self._live.get(request_id)
+            for gap_s in record.itl_s[-tokens:] if record is not None else ():
+                self._itl_s.observe(gap_s)
 
     def _first_token(self, record: RequestRecord) -> None:
         lane, arrival_s = record.lane, record.request.arrival_s
@@ -117,16 +135,12 @@ class MetricsObserver:
         if record.target_met is not None:
             self._targets[lane, names.MET if record.target_met else names.MISSED].inc()
 
-    def _decoded(self, items: Iterable[ItemResult]) -> None:
-        tokens = 0
-        for item in items:
-            if item.token is None:
-                continue
-            tokens += 1
-            record = self._live.get(item.request_id)
-            if record is not None and record.itl_s:
-                self._itl_s.observe(record.itl_s[-1])
-        self._decode_tokens.inc(tokens)
+
+def _fidelity(ran: Ran, computed: int) -> str:
+    """How what the engine says that it ran compares with the prompt tokens of the pass."""
+    if ran.iterations > 1:
+        return names.SPLIT
+    return names.MERGED if ran.tokens > computed else names.AS_PLANNED
 
 
 def _counter(registry: CollectorRegistry, metric: Metric) -> Counter:

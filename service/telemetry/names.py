@@ -35,6 +35,7 @@ NO_LANE = "none"  # lane label of requests refused at the door, before they had 
 OVER = "over"  # t_class label of a pass larger than the largest T-class
 MET, MISSED = "met", "missed"
 COMPUTED, REUSED = "computed", "reused"
+AS_PLANNED, MERGED, SPLIT = "as_planned", "merged", "split"
 HELD, CACHED, FREE = "held", "cached", "free"
 
 # Edges at the targets of the defaults: 5 ms sigma, 8 ms W_max, 20 ms T_max, 150 ms chunks, 0.25 s ITL bound,
@@ -71,7 +72,7 @@ PROMPT_TOKENS = Metric(
     "Prompt tokens by source: computed in a pass (L), or reused from the prefix cache (H).",
     ("source",),
 )
-DECODE_TOKENS = Metric("plaserve_decode_tokens_total", _C, "Tokens that decode passes gave.")
+DECODE_TOKENS = Metric("plaserve_decode_tokens_total", _C, "Tokens after the first of a request.")
 PASS_TIME = Metric(
     "plaserve_pass_seconds", _H, "Time of a pass in the engine, in seconds.", ("kind",), _PASS_S
 )
@@ -88,6 +89,13 @@ PADDING = Metric(
 )
 T_CLASS_HITS = Metric(
     "plaserve_t_class_hits_total", _C, "Prefill passes by the T-class that they ran in.", ("t_class",)
+)
+BATCH_FIDELITY = Metric(
+    "plaserve_batch_fidelity_total",
+    _C,
+    "Prefill passes of engines that form their own batches, by what their statistics say: as planned, merged "
+    "with other tokens (harmless), or split over iterations. Passes without statistics are not in it.",
+    ("verdict",),
 )
 DISPATCHES = Metric(
     "plaserve_dispatches_total", _C, "Passes sent to an instance, by the reason why then.", ("kind", "reason")
@@ -132,6 +140,12 @@ KV_BLOCKS = Metric(
     _G,
     "KV blocks: held by a request, cached (reusable and evictable) or free.",
     ("instance_id", "state"),
+)
+INCIDENTS = Metric(
+    "plaserve_engine_incidents_total",
+    _C,
+    "What an engine survived: its executor lost or restarted, statistics or events missing, leaked KV.",
+    ("instance_id", "incident"),
 )
 LOOP_LAG = Metric(
     "plaserve_event_loop_lag_seconds",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engines.blocks import chain_hashes
 from engines.simulated import SimulatedModel
-from engines.simulated_settings import Behaviour, small_cpu_like
+from engines.simulated_settings import Behaviour, Setting, small_cpu_like
 from engines.types import EngineRequest
 from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec, Request
@@ -130,12 +130,15 @@ async def watched(
     settings: TelemetrySettings,
     scheduler: SchedulerSettings | None = None,
     behaviour: Behaviour | None = None,
+    *,
+    setting: Setting | None = None,
+    make_model: Callable[..., SimulatedModel] = SimulatedModel,
 ) -> AsyncIterator[Watched]:
-    capabilities, profiles, cost = small_cpu_like()
+    capabilities, profiles, cost = setting or small_cpu_like()
     telemetry = Telemetry(settings, MODEL, BACKEND, profiles.t_classes)
     telemetry.start()
     try:
-        model = SimulatedModel(capabilities, profiles, cost, behaviour)
+        model = make_model(capabilities, profiles, cost, behaviour)
         spec = InstanceSpec("i0", capabilities, profiles, cost.scaled(TIME_SCALE))
         worker = LocalWorker(spec, TimedRunner(model, TIME_SCALE))
         policy = make_scheduler("plaserve", scheduler or SchedulerSettings())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 import subprocess
 import sys
@@ -12,7 +13,10 @@ from collections import Counter
 import pytest
 from telemetry_run import BACKEND, MODEL, QUIET, finish, scrape, watched
 
-from engines.simulated_settings import Behaviour, Fault
+from engines.models import load_model
+from engines.simulated import SimulatedModel
+from engines.simulated_settings import Behaviour, Fault, Setting, engine_setting, small_cpu_like
+from engines.types import EngineStats, PassResult, Ran
 from service.core.settings import SchedulerSettings
 from service.core.types import Outcome
 from service.runtime.contract import RequestRecord, Snapshot
@@ -34,6 +38,23 @@ def assert_books(found, snapshot: Snapshot | None = None) -> None:
         assert set(outcomes) == {outcome.value for outcome in Outcome}
 
 
+def decode_beside() -> Setting:
+    """The small model behind an engine that decodes beside prefill and forms its own batches."""
+    return engine_setting(load_model("smollm2-135m-cpu"), "trtllm_like", kv_blocks=2048)
+
+
+class Talkative(SimulatedModel):
+    """Says how its passes ran, as an engine with statistics does, and what it survived."""
+
+    ran: Ran | None = None
+
+    def finish(self) -> PassResult:
+        return dataclasses.replace(super().finish(), ran=self.ran)
+
+    def stats(self) -> EngineStats:
+        return dataclasses.replace(super().stats(), incidents=(("restarted", 2), ("split", 1)))
+
+
 def first_tokens(records: list[RequestRecord]) -> Counter[str]:
     return Counter(record.lane.value for record in records if record.first_token_s is not None)
 
@@ -48,8 +69,9 @@ async def test_the_books_hold_in_every_scrape():
     assert all(record.outcome is Outcome.COMPLETED for record in service.records)
 
 
-async def test_counts_are_those_of_the_records():
-    async with watched(SERVED) as service:
+@pytest.mark.parametrize("setting", [small_cpu_like, decode_beside], ids=["alternates", "beside"])
+async def test_counts_are_those_of_the_records(setting):
+    async with watched(SERVED, setting=setting()) as service:
         await finish(*(service.submit(f"r{index}", 20 + 90 * index, index % 5 + 1) for index in range(12)))
         found, records = await service.scrape(), service.records
 
@@ -141,8 +163,34 @@ async def test_gauges_are_those_of_the_snapshot():
     assert found("plaserve_service_info", model=MODEL, backend=BACKEND) == 1
 
 
+@pytest.mark.parametrize(
+    ("ran", "verdict"),
+    [
+        (Ran(1, 1, 20), "as_planned"),
+        (Ran(1, 3, 300), "merged"),
+        (Ran(2, 1, 20), "split"),
+        (Ran(2, 3, 300), "split"),
+        (None, None),
+    ],
+)
+async def test_how_a_pass_really_ran_is_counted(monkeypatch, ran, verdict):
+    monkeypatch.setattr(Talkative, "ran", ran)
+    async with watched(SERVED, make_model=Talkative) as service:
+        await finish(service.submit("a", 20, max_new_tokens=1))
+        found = await service.scrape()
+    assert +found.by("plaserve_batch_fidelity_total", "verdict") == ({verdict: 1} if verdict else {})
+
+
+async def test_what_an_engine_survived_is_counted():
+    async with watched(SERVED, make_model=Talkative) as service:
+        found = await service.scrape()
+    counted = found.by("plaserve_engine_incidents_total", "incident")
+    assert counted == {"restarted": 2, "split": 1}
+
+
 async def test_a_scrape_has_every_metric_and_no_other():
-    async with watched(SERVED, behaviour=Behaviour(faults={1: Fault()})) as service:
+    faults = Behaviour(faults={1: Fault()})
+    async with watched(SERVED, behaviour=faults, make_model=Talkative) as service:
         await finish(service.submit("a", 100))
         found = await service.scrape()
 
