@@ -47,14 +47,14 @@ class CellClass:
 
 @dataclass(frozen=True, slots=True)
 class PassLimit:
-    """What is left of a wanted max_num_tokens. notes: what was changed and why, and what is only warned of."""
+    """What is left of a wanted max_num_tokens. notes: what was changed and why, and warnings."""
 
     pass_tokens_max: int
     notes: tuple[str, ...] = ()
 
 
 def stock_classes(pass_tokens_max: int) -> tuple[int, ...]:
-    """Upper edges of the T-classes of an engine with several profiles, ascending, the last `pass_tokens_max`."""
+    """Upper edges of the T-classes with several profiles, ascending; the last is `pass_tokens_max`."""
     if pass_tokens_max < 1:
         raise ValueError(f"pass_tokens_max must be at least 1, got {pass_tokens_max}")
     return (*(p for p in SPLIT_POINTS if p < pass_tokens_max), pass_tokens_max)

@@ -48,7 +48,8 @@ class TrtLlmSpec:
     lengths, batches: the grid, tokens and requests. pass_tokens_max, requests_max: largest pass.
     context_tokens_max: longest prompt plus answer. separate_lp: build a second engine for long prefills (a
     second copy of the weights). memory_share: of the GPU for weights, activations and KV. calibration_s:
-    seconds of measuring.
+    seconds of measuring. calibration_text: a text file, one example a line, that FP8 scales are set from;
+    None: TensorRT-LLM fetches cnn_dailymail from the hub.
     """
 
     model: str
@@ -78,6 +79,7 @@ class TrtLlmSpec:
     lp_tokens_opt: int = 8_192
     memory_share: float = 0.9
     calibration_s: float = 60.0
+    calibration_text: Path | None = None
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
