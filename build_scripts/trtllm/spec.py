@@ -7,9 +7,10 @@ three of those moved between releases.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from build_scripts.spec import BuildError
 from engines.models import ModelShape, known_shape
@@ -18,6 +19,22 @@ LENGTHS = (8, 16, 32, 64, 128, 256)  # the grid of LAPS
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 TOKENS_MAX = 16_384  # passes larger than this fail to build with several profiles (TensorRT-LLM issue 2014)
 ARCHITECTURES = ("qwen2", "llama")
+
+# The shapes this pipeline builds, and the hub repository of each; "-Instruct" is added where it is asked for.
+REPOSITORIES = {
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B",
+    "qwen2.5-14b": "Qwen/Qwen2.5-14B",
+    "qwen2.5-32b": "Qwen/Qwen2.5-32B",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
+}
+# (bytes of memory, compute capability) by a word that the device's name contains, of the smallest so named.
+GPUS = {
+    "H200": (141_000_000_000, "9.0"),
+    "H100": (80_000_000_000, "9.0"),
+    "A100-SXM4-80GB": (80_000_000_000, "8.0"),
+    "L40S": (48_000_000_000, "8.9"),
+}
+FP8_CAPABILITY_MIN = (8, 9)
 
 
 class Quantisation(StrEnum):
@@ -42,7 +59,7 @@ class EngineName(StrEnum):
 class TrtLlmSpec:
     """One build.
 
-    model: name of a shape that the project knows. architecture: qwen2 (Qwen2, Qwen2.5) or llama.
+    model: its name on the hub, without the organisation. architecture: qwen2 (Qwen2, Qwen2.5) or llama.
     checkpoint: directory of the Hugging Face checkpoint; None: `repo` at `revision` is fetched from the hub.
     python: interpreter of the environment that has tensorrt_llm. gpu: name that the device must contain.
     lengths, batches: the grid, tokens and requests. pass_tokens_max, requests_max: largest pass.
@@ -119,6 +136,30 @@ class TrtLlmSpec:
                 f"{max(self.lengths)}"
             )
 
+        if self.quantisation is Quantisation.FP8 and _version(self.compute_capability) < FP8_CAPABILITY_MIN:
+            raise BuildError(
+                f"quantisation fp8 needs compute capability 8.9 or later; {self.gpu} has "
+                f"{self.compute_capability}: use none, or another gpu"
+            )
+        if self.calibration_text is not None and self.quantisation is not Quantisation.FP8:
+            raise BuildError("calibration_text is for quantisation fp8; leave it out, or ask for fp8")
+
+    @property
+    def compute_capability(self) -> str:
+        """Of the GPU that is wanted; "unknown" for one that is not in `GPUS`."""
+        return next((sm for name, (_, sm) in GPUS.items() if name == self.gpu), "unknown")
+
+    @property
+    def target(self) -> str:
+        """Where the bundle is published: a directory or URL below `out`, named after the model."""
+        return f"{self.out.rstrip('/')}/{self.bundle_name}"
+
+    @property
+    def bundle_name(self) -> str:
+        """Of the bundle's directory; quantised models have another one."""
+        fp8 = "-fp8" if self.quantisation is Quantisation.FP8 else ""
+        return f"{self.model.rsplit('/', 1)[-1]}{fp8}-trtllm"
+
     @property
     def engine_names(self) -> tuple[EngineName, ...]:
         return (EngineName.SP, EngineName.LP) if self.separate_lp else (EngineName.SP,)
@@ -145,3 +186,79 @@ def shape_of(model: str) -> ModelShape:
 
         raise BuildError(f"model {model!r} is not known; known are {', '.join(known_models())}")
     return shape
+
+
+def trtllm_spec(
+    model: str,
+    out: Path,
+    *,
+    publish: str | None = None,
+    checkpoint: Path | None = None,
+    revision: str = "main",
+    python: Path | None = None,
+    dtype: str = "bfloat16",
+    quantisation: str = "none",
+    calibration_text: Path | None = None,
+    gemm: str = "both",
+    separate_lp: bool = False,
+    pass_tokens_max: int = 8_192,
+    requests_max: int = 64,
+    context_tokens_max: int = 32_768,
+    lengths: tuple[int, ...] = LENGTHS,
+    batches: tuple[int, ...] = BATCHES,
+    gpu: str = "H200",
+) -> TrtLlmSpec:
+    """A spec from what a user typed. Raises BuildError naming a bad option.
+
+    model: a name of `REPOSITORIES`, in any case, with or without its organisation and "-Instruct".
+    out: directory for bundles and for the work of the steps. publish: URL that bundles go to in its place.
+    """
+    name = model.rsplit("/", 1)[-1]
+    base = name.lower().removesuffix("-instruct")
+    known = " ".join(REPOSITORIES[key].rsplit("/", 1)[-1] for key in REPOSITORIES)
+    if base not in REPOSITORIES:
+        architecture_of(model)  # names the way out for other architectures
+        raise BuildError(f"model {model!r} is not known for TensorRT-LLM; known are {known}")
+    instruct = "-Instruct" if name.lower().endswith("-instruct") else ""
+    repo = REPOSITORIES[base] + instruct
+    if gpu not in GPUS:
+        raise BuildError(f"gpu {gpu!r} is not known; use {', '.join(GPUS)}")
+    spec = TrtLlmSpec(
+        model=repo.rsplit("/", 1)[-1],
+        architecture=architecture_of(repo),
+        shape=shape_of(base),
+        out=str(out) if publish is None else publish,
+        work_dir=out / ".work",
+        checkpoint=checkpoint,
+        repo=repo,
+        revision=revision,
+        python=Path(sys.executable) if python is None else python,
+        dtype=dtype,
+        quantisation=_choice(Quantisation, "quantisation", quantisation),
+        calibration_text=calibration_text,
+        gpu=gpu,
+        gpu_memory_bytes=GPUS[gpu][0],
+        lengths=lengths,
+        batches=batches,
+        pass_tokens_max=pass_tokens_max,
+        requests_max=requests_max,
+        requests_opt=min(8, requests_max) if requests_max > 0 else 8,
+        context_tokens_max=context_tokens_max,
+        gemm=_choice(GemmChoice, "gemm", gemm),
+        separate_lp=separate_lp,
+    )
+    return replace(spec, work_dir=spec.work_dir / spec.bundle_name)
+
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+def _choice(kind: type[_Choice], name: str, value: str) -> _Choice:
+    try:
+        return kind(value)
+    except ValueError:
+        raise BuildError(f"{name} {value!r} is not known; use {' or '.join(kind)}") from None
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")) if text[:1].isdigit() else (99,)
