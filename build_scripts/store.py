@@ -3,7 +3,8 @@
 A step writes into `<step>.part`. When it is through, `step.json` is added and the folder renamed to `<step>`:
 what carries the final name is complete, whatever was interrupted. The record holds the step's key, the hashes
 of its outputs and those of the outputs that it read. A step is done when all three still hold: the same key
-is not enough, because a repeated step need not give the same bytes (graphs and timings do not).
+is not enough, because a repeated step need not give the same bytes (graphs and timings do not). Outputs of
+many gigabytes are hashed once, when their step is through; a `quick` store then believes their size and time.
 
 One build at a time works in a folder: `lock` waits for the other one, for a bounded time.
 """
@@ -28,10 +29,14 @@ _LOCK_POLL_S = 0.2
 
 
 class Store:
-    """The step folders below `root`, which is made when the first step begins."""
+    """The step folders below `root`, which is made when the first step begins.
 
-    def __init__(self, root: Path) -> None:
+    quick: a file of the recorded size and modification time is taken for undamaged without reading it.
+    """
+
+    def __init__(self, root: Path, *, quick: bool = False) -> None:
         self.root = root
+        self._quick = quick
 
     def folder(self, step: str) -> Path:
         return self.root / step
@@ -45,7 +50,7 @@ class Store:
                 record["key"] == key
                 and record["read"] == current
                 and all(
-                    sha256_file(self.folder(step) / name) == digest
+                    self._same(self.folder(step) / name, digest, record.get("stamps", {}).get(name))
                     for name, digest in record["outputs"].items()
                 )
             )
@@ -62,14 +67,22 @@ class Store:
     def commit(self, step: str, key: str, after: Iterable[str] = ()) -> None:
         """Make what `begin` gave out the outputs of `step`, made from those of the steps `after`."""
         part, folder = self._part(step), self.folder(step)
+        files = sorted(path for path in part.rglob("*") if path.is_file())
+        names = [path.relative_to(part).as_posix() for path in files]
         record = {
             "key": key,
             "read": {other: self._record(other)["outputs"] for other in after},
-            "outputs": {path.name: sha256_file(path) for path in sorted(part.iterdir())},
+            "outputs": {name: sha256_file(path) for name, path in zip(names, files, strict=True)},
+            "stamps": {name: _stamp(path) for name, path in zip(names, files, strict=True)},
         }
         (part / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
+
+    def digests(self, step: str) -> dict[str, str]:
+        """SHA-256 of every output of a step that is through, by its path in the step's folder."""
+        outputs: dict[str, str] = self._record(step)["outputs"]
+        return outputs
 
     @contextmanager
     def lock(self, timeout_s: float = 600.0) -> Iterator[None]:
@@ -87,12 +100,21 @@ class Store:
                     time.sleep(_LOCK_POLL_S)
             yield
 
+    def _same(self, path: Path, digest: str, stamp: object) -> bool:
+        return (self._quick and stamp == _stamp(path)) or sha256_file(path) == digest
+
     def _record(self, step: str) -> dict[str, Any]:
         record: dict[str, Any] = json.loads((self.folder(step) / _RECORD).read_text(encoding="utf-8"))
         return record
 
     def _part(self, step: str) -> Path:
         return self.root / f"{step}.part"
+
+
+def _stamp(path: Path) -> list[int]:
+    """Size in bytes and modification time in ns."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
 
 
 def publish(files: list[Path], target: Path, scratch: Path) -> None:
