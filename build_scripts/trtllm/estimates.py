@@ -1,4 +1,4 @@
-"""What a build takes before anything was built: memory on the GPU, sizes on disk, times, and what graphs cost.
+"""What a build takes before anything was built: memory on the GPU, sizes on disk, times, graphs.
 
 Each figure carries its basis, and none of them was measured here. Weights and KV follow from the shape of
 the model and are exact. Activations are an estimate: the widest pair of tensors of a layer, for the largest
@@ -13,24 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from build_scripts.spec import BuildError
 from build_scripts.trtllm.recipe import pass_tokens
-from build_scripts.trtllm.spec import GemmChoice, Quantisation, TrtLlmSpec
+from build_scripts.trtllm.spec import GemmChoice, Quantisation, TrtLlmSpec, shape_of
 from engines.trtllm_profiles import stock_classes
 
 RESERVE_BYTES = 2_000_000_000  # CUDA context, library workspaces, the executor's own buffers: assumed
 _VALUE_BYTES = 2  # bfloat16 and float16
 
-# LAPS: megabytes of one captured prefill graph by billions of parameters (7B, 14B, 32B as Qwen2.5 counts).
-_GRAPH_MB = ((7.6, 228.0), (14.8, 240.0), (32.8, 277.0))
-_GRAPH_MODELS = ("qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
+# LAPS: megabytes of one captured prefill graph, by model.
+_GRAPH_MB = {"qwen2.5-7b": 228.0, "qwen2.5-14b": 240.0, "qwen2.5-32b": 277.0}
 _GRAPH_S = (8.0, 12.0)  # seconds to capture one
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One size of the plan. Bytes; `at_most`: the upper end where it is not known; `basis`: where it is from."""
+    """A size in bytes. at_most_bytes: its upper end where it is not known. basis: where it comes from."""
 
     name: str
     size_bytes: int
@@ -91,7 +91,7 @@ def kv_bytes_per_token(spec: TrtLlmSpec) -> int:
 
 
 def activation_bytes(spec: TrtLlmSpec) -> int:
-    """For the largest pass: gate and up of the MLP, or Q, K and V, beside input and residual; logits, 4 bytes."""
+    """Of the largest pass: gate and up of the MLP, or Q, K, V, beside input and residual; and its logits."""
     shape = spec.shape
     widest = max(2 * shape.ffn, (shape.heads + 2 * shape.kv_heads) * shape.head_dim) + 2 * shape.hidden
     return pass_tokens(spec) * widest * _VALUE_BYTES + spec.requests_max * shape.vocab * 4
@@ -164,7 +164,7 @@ def _does_not_fit(spec: TrtLlmSpec, fixed: Iterable[Figure], kv_bytes: int, usab
 
 def graph_comparison(spec: TrtLlmSpec) -> GraphComparison:
     """The grid as LAPS captures it, against the profiles of one engine. The paper's figures, not ours."""
-    each = int(_graph_megabytes(spec.shape.parameters / 1e9) * 1e6)
+    each = int(_graph_megabytes(spec.shape.parameters) * 1e6)
     cells = len(spec.lengths) * len(spec.batches)
     weights = weight_bytes(spec)
     return GraphComparison(
@@ -172,21 +172,22 @@ def graph_comparison(spec: TrtLlmSpec) -> GraphComparison:
         graph_bytes_each=each,
         graph_bytes=cells * each,
         capture_s=(cells * _GRAPH_S[0], cells * _GRAPH_S[1]),
-        estimated=spec.shape.name not in _GRAPH_MODELS or spec.quantisation is not Quantisation.NONE,
+        estimated=spec.shape.name not in _GRAPH_MB or spec.quantisation is not Quantisation.NONE,
         engine_per_cell_bytes=cells * weights,
         profiles=len(stock_classes(pass_tokens(spec))),
         weights_bytes=weights,
     )
 
 
-def _graph_megabytes(billions: float) -> float:
+def _graph_megabytes(parameters: int) -> float:
     """Between the published models by parameters; outside them, the nearest."""
-    if billions <= _GRAPH_MB[0][0]:
-        return _GRAPH_MB[0][1]
-    for (x0, y0), (x1, y1) in zip(_GRAPH_MB, _GRAPH_MB[1:], strict=False):
-        if billions <= x1:
-            return y0 + (y1 - y0) * (billions - x0) / (x1 - x0)
-    return _GRAPH_MB[-1][1]
+    points = sorted((shape_of(name).parameters, size) for name, size in _GRAPH_MB.items())
+    if parameters <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if parameters <= x1:
+            return y0 + (y1 - y0) * (parameters - x0) / (x1 - x0)
+    return points[-1][1]
 
 
 def _precision(spec: TrtLlmSpec) -> str:
