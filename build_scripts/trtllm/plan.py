@@ -78,7 +78,7 @@ def make_plan(
     tokens = pass_tokens(spec)
     classes = stock_classes(tokens)
     engines = tuple(_engine(spec, name, tokens) for name in spec.engine_names)
-    steps = Steps(spec, target or wanted_target(spec), checkpoint_key, code_key, engines, memory)
+    steps = Steps(spec, target or wanted_target(spec), checkpoint_key, code_key, engines)
     return TrtLlmPlan(
         spec=spec,
         target=steps.target,

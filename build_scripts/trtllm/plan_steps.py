@@ -98,10 +98,9 @@ class Steps:
         checkpoint_key: str | None,
         code_key: str,
         engines: tuple[EnginePlan, ...],
-        memory: Memory,
     ) -> None:
         self.spec, self.target, self.checkpoint_key = spec, target, checkpoint_key
-        self.code_key, self.engines, self.memory = code_key, engines, memory
+        self.code_key, self.engines = code_key, engines
         self.keys: dict[str, str] = {}
         self.libraries = {"tensorrt_llm": target.tensorrt_llm, "tensorrt": target.tensorrt}
         self.machine = {**self.libraries, "gpu": target.gpu, "sm": target.compute_capability}
