@@ -66,19 +66,24 @@ def wanted_target(spec: TrtLlmSpec) -> Target:
 
 
 def make_plan(
-    spec: TrtLlmSpec, target: Target | None = None, *, checkpoint_key: str | None = None, code_key: str = ""
+    spec: TrtLlmSpec,
+    target: Target | None = None,
+    *,
+    checkpoint_key: str | None = None,
+    calibration_key: str | None = None,
+    code_key: str = "",
 ) -> TrtLlmPlan:
     """The plan of `spec`. Raises BuildError for what can't be built, or does not fit the GPU.
 
     target: None takes what is wanted. checkpoint_key: stands for the files of a local checkpoint, or the
-    commit that `revision` is now; None takes the path or the revision as it is. code_key: hash of the code
-    that carries the steps out.
+    commit that `revision` is now; None takes the path or the revision as it is. calibration_key: stands for
+    the calibration text in the same way. code_key: hash of the code that carries the steps out.
     """
     memory = estimates.memory(spec)
     tokens = pass_tokens(spec)
     classes = stock_classes(tokens)
     engines = tuple(_engine(spec, name, tokens) for name in spec.engine_names)
-    steps = Steps(spec, target or wanted_target(spec), checkpoint_key, code_key, engines)
+    steps = Steps(spec, target or wanted_target(spec), checkpoint_key, calibration_key, code_key, engines)
     return TrtLlmPlan(
         spec=spec,
         target=steps.target,
@@ -89,7 +94,7 @@ def make_plan(
         convert=convert_arguments(spec),
         memory=memory,
         graphs=estimates.graph_comparison(spec),
-        notes=_notes(spec),
+        notes=_notes(spec, memory),
     )
 
 
@@ -112,11 +117,16 @@ def _engine(spec: TrtLlmSpec, name: EngineName, tokens: int) -> EnginePlan:
     )
 
 
-def _notes(spec: TrtLlmSpec) -> tuple[str, ...]:
+def _notes(spec: TrtLlmSpec, memory: Memory) -> tuple[str, ...]:
     """What a reader of the plan should know and can't see in its tables."""
     found = list(
         limits(spec.pass_tokens_max, spec.context_tokens_max, spec.requests_max, spec.block_tokens).notes
     )
+    if memory.kv_tokens_worst is None:
+        found.append(
+            "if TensorRT kept a weight layout of its own for every profile, the engine without the GEMM plugin "
+            "would not fit: its plan is measured when it is built, and too large a one is not chosen"
+        )
     if spec.quantisation is Quantisation.FP8 and spec.calibration_text is None:
         found.append(
             "FP8 scales are set from cnn_dailymail, which TensorRT-LLM fetches from the hub: give a text "

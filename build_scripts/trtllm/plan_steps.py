@@ -56,7 +56,7 @@ class TrtLlmStep:
 
     after: the steps whose outputs it reads. outputs: files. calls: what is called, as text, paths in braces.
     inside: whether it runs in TensorRT-LLM's own environment. time: estimate with its basis. size_bytes: of
-    its outputs, at most.
+    its outputs, at least; size_most_bytes: at most, where that is not known.
     """
 
     name: str
@@ -67,6 +67,7 @@ class TrtLlmStep:
     key: str
     time: Time
     size_bytes: int = 0
+    size_most_bytes: int | None = None
     inside: bool = False
 
 
@@ -96,10 +97,12 @@ class Steps:
         spec: TrtLlmSpec,
         target: Target,
         checkpoint_key: str | None,
+        calibration_key: str | None,
         code_key: str,
         engines: tuple[EnginePlan, ...],
     ) -> None:
         self.spec, self.target, self.checkpoint_key = spec, target, checkpoint_key
+        self.calibration_key = calibration_key or str(spec.calibration_text)
         self.code_key, self.engines = code_key, engines
         self.keys: dict[str, str] = {}
         self.libraries = {"tensorrt_llm": target.tensorrt_llm, "tensorrt": target.tensorrt}
@@ -110,7 +113,7 @@ class Steps:
         builds = tuple(self._build_sp(name) for name in sp_builds(self.spec))
         choose = self._choose(tuple(step.name for step in builds))
         long_prefill = self._build_lp() if self.spec.separate_lp else self._share()
-        return (*before, *builds, choose, long_prefill, *self._end(long_prefill.name, builds))
+        return (*before, *builds, choose, long_prefill, *self._end(long_prefill.name))
 
     def _step(self, name: str, inputs: Mapping[str, object], **fields: Any) -> TrtLlmStep:
         after: tuple[str, ...] = fields["after"]
@@ -150,7 +153,10 @@ class Steps:
         return self._step(
             "convert",
             # Scales are measured on the GPU; a plain conversion is the same on each.
-            {"recipe": recipe, **(self.machine if fp8 else self.libraries)},
+            {
+                "recipe": recipe,
+                **({**self.machine, "texts": self.calibration_key} if fp8 else self.libraries),
+            },
             does="quantise to FP8 with calibrated scales" if fp8 else "write the TensorRT-LLM checkpoint",
             after=("fetch",),
             outputs=("config.json", "rank0.safetensors"),
@@ -164,7 +170,7 @@ class Steps:
         engine = self.engines[0]
         recipe, plugin = engine.arguments[name], sp_builds(self.spec)[name]
         profiles = len(engine.ranges)
-        _, most = estimates.plan_bytes(self.spec, gemm_plugin=plugin, profiles=profiles)
+        least, most = estimates.plan_bytes(self.spec, gemm_plugin=plugin, profiles=profiles)
         whose = "cuBLASLt by the GEMM plugin" if plugin else "TensorRT's own"
         return self._step(
             name,
@@ -174,7 +180,8 @@ class Steps:
             outputs=("config.json", "rank0.engine", "model.cache"),
             calls=_build_calls(recipe),
             time=estimates.build_time(self.spec, gemm_plugin=plugin, profiles=profiles),
-            size_bytes=most,
+            size_bytes=least,
+            size_most_bytes=most if most > least else None,
             inside=True,
         )
 
@@ -222,11 +229,10 @@ class Steps:
             time=Time(1.0, "nothing to build"),
         )
 
-    def _end(self, long_prefill: str, builds: tuple[TrtLlmStep, ...]) -> tuple[TrtLlmStep, ...]:
+    def _end(self, long_prefill: str) -> tuple[TrtLlmStep, ...]:
         spec, count = self.spec, len(self.engines)
         profiles = sum(len(engine.ranges) for engine in self.engines)
-        size = max(step.size_bytes for step in builds)
-        size += estimates.weight_bytes(spec) if spec.separate_lp else 0
+        size = count * estimates.weight_bytes(spec)
         engines = ("choose", long_prefill)
         measure = {
             **self.machine,
