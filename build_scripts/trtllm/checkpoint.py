@@ -123,6 +123,19 @@ def _sizes(directory: Path, config: Mapping[str, Any]) -> dict[str, object]:
     return sizes
 
 
+def licence_of(directory: Path) -> str:
+    """The licence that the model card names in its front matter; "unknown" where there is none."""
+    card = directory / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    head = text.split("---")[1] if text.startswith("---") and text.count("---") > 1 else ""
+    found = {}
+    for line in head.splitlines():
+        key, colon, value = line.partition(":")
+        if colon and value.strip():
+            found[key] = value.strip().strip("\"'")
+    return found.get("license_name") or found.get("license") or "unknown"
+
+
 def stamps(directory: Path) -> dict[str, list[int]]:
     """(size in bytes, modification time in ns) of every file: cheap to take, equal while nothing changed."""
     found = {}

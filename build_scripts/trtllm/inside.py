@@ -3,7 +3,8 @@
     python -m build_scripts.trtllm.inside STEP REQUEST.json
 
     versions   what is installed here
-    fetch      a checkpoint from the hub, at a commit that is resolved first and recorded
+    revision   the commit that a branch or tag on the hub is now
+    fetch      a checkpoint from the hub, at a commit
     convert    Hugging Face checkpoint -> TensorRT-LLM checkpoint, calibrated where it is FP8
     build      TensorRT-LLM checkpoint -> engine directory
     profiles   what TensorRT reads back from an engine: profiles, activation memory
@@ -109,42 +110,49 @@ def _versions(request: dict[str, Any]) -> dict[str, Any]:
     import tensorrt
     import tensorrt_llm
 
+    from engines.trtllm_child.guard import check_version
+
+    check_version(str(tensorrt_llm.__version__))
     return {
         "tensorrt_llm": str(tensorrt_llm.__version__),
         "tensorrt": str(tensorrt.__version__),
         "python": ".".join(map(str, sys.version_info[:3])),
         "torch": of("torch"),
         "cuda": of("nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime"),
-        **_guarded(),
     }
 
 
-def _guarded() -> dict[str, Any]:
-    """Refuse a tensorrt_llm that can't build engines. Raises whatever the guard says, with its remedy."""
-    from engines.trtllm_child.guard import check
+def _revision(request: dict[str, Any]) -> dict[str, Any]:
+    from huggingface_hub import HfApi
 
-    check()
-    return {}
+    repo, revision = request["repo"], request["revision"]
+    try:
+        return {"commit": str(HfApi().model_info(repo, revision=revision).sha)}
+    except Exception as error:
+        raise _hub_error(repo, revision, error) from error
 
 
 def _fetch(request: dict[str, Any]) -> dict[str, Any]:
-    """Files of `repo` at `revision` into `out`. Returns the commit that it stands for now."""
-    from huggingface_hub import HfApi, snapshot_download
+    """Files of `repo` at the commit `revision` into `out`, without caches of the download."""
+    import shutil
 
-    repo, revision = request["repo"], request["revision"]
-    tell(0.0, f"asking which commit {repo}@{revision} is")
+    from huggingface_hub import snapshot_download
+
+    repo, revision, out = request["repo"], request["revision"], request["out"]
+    tell(0.0, f"downloading {repo} at {revision}")
     try:
-        commit = HfApi().model_info(repo, revision=revision).sha
-        tell(0.01, f"downloading {repo} at {commit}")
-        snapshot_download(
-            repo_id=repo, revision=commit, local_dir=request["out"], allow_patterns=list(_WANTED)
-        )
+        snapshot_download(repo_id=repo, revision=revision, local_dir=out, allow_patterns=list(_WANTED))
     except Exception as error:
-        raise StepError(
-            f"{repo}@{revision} can't be downloaded: {type(error).__name__}: {error}",
-            "check name, revision and access (HF_TOKEN), or download it elsewhere and give --checkpoint DIR",
-        ) from error
-    return {"commit": commit}
+        raise _hub_error(repo, revision, error) from error
+    shutil.rmtree(Path(out) / ".cache", ignore_errors=True)
+    return {}
+
+
+def _hub_error(repo: str, revision: str, error: Exception) -> StepError:
+    return StepError(
+        f"{repo}@{revision} can't be had from the hub: {type(error).__name__}: {error}",
+        "check name, revision, network and access (HF_TOKEN), or download it elsewhere and give --checkpoint",
+    )
 
 
 def _convert(request: dict[str, Any]) -> dict[str, Any]:
@@ -298,16 +306,14 @@ def _enum(name: str) -> Any:
         from tensorrt_llm.quantization import QuantAlgo
 
         return QuantAlgo
-    # A Python enum since the configurations became Pydantic models, a binding before; one refuses the other.
-    try:
-        from tensorrt_llm.llmapi.kv_cache_type import KVCacheType
-    except ImportError:
-        from tensorrt_llm.bindings import KVCacheType
-    return KVCacheType
+    from engines.trtllm_child.spelling import kv_cache_type
+
+    return kv_cache_type()
 
 
 STEPS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "versions": _versions,
+    "revision": _revision,
     "fetch": _fetch,
     "convert": _convert,
     "build": _build,

@@ -2,8 +2,8 @@
 
 That interpreter gets two packages of this project, `engines` and `build_scripts`, through a folder of links
 and nothing else: the service's own environment on its path would shadow numpy and pydantic, which
-TensorRT-LLM pins otherwise. What the process says goes to a log whole; of a failed one the last lines are shown. It has a
-session of its own, so that a time limit or an interrupt ends what it started too.
+TensorRT-LLM pins otherwise. What the process says goes to a log whole; of a failed one the last lines are
+shown. It has a session of its own, so that a time limit or an interrupt ends what it started too.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ def _notes(spec: TrtLlmSpec, memory: Memory) -> tuple[str, ...]:
     )
     if memory.kv_tokens_worst is None:
         found.append(
-            "if TensorRT kept a weight layout of its own for every profile, the engine without the GEMM plugin "
-            "would not fit: its plan is measured when it is built, and too large a one is not chosen"
+            "if TensorRT kept a weight layout of its own for every profile, the engine without the GEMM "
+            "plugin would not fit; what its plan really takes is measured when it is built"
         )
     if spec.quantisation is Quantisation.FP8 and spec.calibration_text is None:
         found.append(

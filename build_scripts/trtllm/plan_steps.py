@@ -150,6 +150,7 @@ class Steps:
     def _convert(self) -> TrtLlmStep:
         recipe = convert_arguments(self.spec)
         fp8 = self.spec.quantisation is Quantisation.FP8
+        scaled = {**self.machine, "texts": self.calibration_key}
         return self._step(
             "convert",
             # Scales are measured on the GPU; a plain conversion is the same on each.
