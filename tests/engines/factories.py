@@ -120,6 +120,29 @@ def _write_tiny_model(path: Path) -> None:
     save_graph(build_graph(config, weights), path)
 
 
+def torch_cuda(directory: Path) -> Engine:
+    """A random two-layer Llama in f32 on the CPU, every pass of exactly its tokens, in groups of layers."""
+    return tiny_torch(Profiles(Layout.PACKED, Padding.NOTHING, _T_CLASSES))
+
+
+def torch_cuda_classes(directory: Path) -> Engine:
+    """The same in the buffers of its classes, as they are captured on a GPU."""
+    return tiny_torch(Profiles(Layout.PACKED, Padding.CLASS, (8, 64), (0, 192, 768)))
+
+
+def tiny_torch(profiles: Profiles, device: str = "cpu", dtype: str = "f32", *, graphs: bool = True) -> Engine:
+    pytest.importorskip("torch")
+    from engines.models import ModelShape
+    from engines.torch_cuda import TorchCudaEngine, TorchOptions
+    from engines.torch_cuda_model import DecoderConfig
+
+    shape = ModelShape("tiny", 2, 64, 48, 4, 2, 16, VOCABULARY)
+    options = TorchOptions(
+        device, dtype, profiles, kv_capacity_tokens=24 * 8, block_tokens=8, requests_max=4, graphs=graphs
+    )
+    return TorchCudaEngine.load(DecoderConfig(shape, 192, qkv_bias=True), options)
+
+
 FACTORIES: Mapping[str, Callable[[Path], Engine]] = {
     "packed_unpadded": packed_unpadded,
     "packed_in_layer_blocks": packed_in_layer_blocks,
@@ -128,6 +151,8 @@ FACTORIES: Mapping[str, Callable[[Path], Engine]] = {
     "rectangular_cells": rectangular_cells,
     "rectangular_classes": rectangular_classes,
     "openvino": openvino,
+    "torch_cuda": torch_cuda,
+    "torch_cuda_classes": torch_cuda_classes,
 }
 
 
