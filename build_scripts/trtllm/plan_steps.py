@@ -154,10 +154,7 @@ class Steps:
         return self._step(
             "convert",
             # Scales are measured on the GPU; a plain conversion is the same on each.
-            {
-                "recipe": recipe,
-                **({**self.machine, "texts": self.calibration_key} if fp8 else self.libraries),
-            },
+            {"recipe": recipe, **(scaled if fp8 else self.libraries)},
             does="quantise to FP8 with calibrated scales" if fp8 else "write the TensorRT-LLM checkpoint",
             after=("fetch",),
             outputs=("config.json", "rank0.safetensors"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from service.cli import build_trtllm as trtllm
 from service.cli.failures import fail
 
 if TYPE_CHECKING:
@@ -14,27 +16,50 @@ if TYPE_CHECKING:
     from build_scripts.spec import BuildSpec
     from engines.bundle import Bundle
 
+OPENVINO, TRTLLM = "openvino_cpu", "trtllm"
+_PANEL = "OpenVINO (--backend openvino_cpu)"
+
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Engine threads to calibrate for. Default: all cores but one.", rich_help_panel=_PANEL),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        help="bf16 (default), or f32 for exactness tests (about three times slower).", rich_help_panel=_PANEL
+    ),
+]
+Gguf = Annotated[
+    Path | None,
+    typer.Option(
+        help="Take the weights from this file instead of downloading them.",
+        metavar="FILE",
+        rich_help_panel=_PANEL,
+    ),
+]
+Quick = Annotated[
+    bool,
+    typer.Option("--quick", help="Short calibration, good enough for tests.", rich_help_panel=_PANEL),
+]
+
 
 def register(app: typer.Typer) -> None:
     app.command("build")(build)
 
 
 def build(
-    model: Annotated[str, typer.Option(help="Which model to build.")] = "SmolLM2-135M-Instruct",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Which model to build. Default: SmolLM2-135M-Instruct; for trtllm Qwen2.5-7B-Instruct."
+        ),
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="Directory for bundles; each gets a folder with its model's name.")
     ] = Path("bundles"),
-    backend: Annotated[str, typer.Option(help="What will run the engine.")] = "openvino_cpu",
-    threads: Annotated[
-        int | None, typer.Option(help="Engine threads to calibrate for. Default: all cores but one.")
-    ] = None,
-    precision: Annotated[
-        str, typer.Option(help="bf16, or f32 for exactness tests (about three times slower).")
-    ] = "bf16",
-    gguf: Annotated[
-        Path | None, typer.Option(help="Take the weights from this file instead of downloading them.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Short calibration, good enough for tests.")] = False,
+    backend: Annotated[
+        str, typer.Option(help="What will run the engine: openvino_cpu, or trtllm on an NVIDIA GPU.")
+    ] = OPENVINO,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the steps, profiles, sizes and times; do nothing.")
     ] = False,
@@ -43,28 +68,94 @@ def build(
         Path | None,
         typer.Option(metavar="DIR", help="Check an existing bundle against this machine; build nothing."),
     ] = None,
+    threads: Threads = None,
+    precision: Precision = None,
+    gguf: Gguf = None,
+    quick: Quick = False,
+    checkpoint: trtllm.Checkpoint = None,
+    revision: trtllm.Revision = None,
+    python: trtllm.Python = None,
+    dtype: trtllm.Dtype = None,
+    quantisation: trtllm.QuantisationName = None,
+    calibration_text: trtllm.CalibrationText = None,
+    gemm: trtllm.Gemm = None,
+    separate_lp: trtllm.SeparateLp = False,
+    pass_tokens_max: trtllm.PassTokensMax = None,
+    requests_max: trtllm.RequestsMax = None,
+    context_tokens_max: trtllm.ContextTokensMax = None,
+    lengths: trtllm.Lengths = None,
+    batches: trtllm.Batches = None,
+    gpu: trtllm.Gpu = None,
+    publish: trtllm.Publish = None,
+    json_path: trtllm.Json = None,
 ) -> None:
-    """Build the engine, tokenizer and cost model of a model for this machine, as one bundle.
+    """Build the engine, tokenizer and cost model of a model, as one bundle.
 
     An interrupted build goes on where it stopped, and a finished one does nothing.
     """
-    from build_scripts.runner import plan_build
-    from build_scripts.spec import BuildError, build_spec
-    from engines.bundle import BundleMismatch, open_bundle
+    from build_scripts.spec import BuildError
+    from engines.bundle_base import BundleMismatch
 
+    cpu = {"threads": threads, "precision": precision, "gguf": gguf, "quick": quick}
+    nvidia: dict[str, Any] = {
+        "checkpoint": checkpoint, "revision": revision, "python": python, "dtype": dtype,
+        "quantisation": quantisation, "calibration_text": calibration_text, "gemm": gemm,
+        "separate_lp": separate_lp, "pass_tokens_max": pass_tokens_max, "requests_max": requests_max,
+        "context_tokens_max": context_tokens_max, "lengths": lengths, "batches": batches, "gpu": gpu,
+        "publish": publish,
+    }  # fmt: skip
     try:
         if check is not None:
-            _show_bundle(open_bundle(check))
-            return
-        spec = build_spec(
-            out, model=model, backend=backend, threads=threads, precision=precision, quick=quick, gguf=gguf
-        )
-        if dry_run:
-            _show_plan(plan_build(spec))
+            _check(check, python)
+        elif backend == TRTLLM:
+            _refuse(backend, cpu)
+            trtllm.run(trtllm.spec_of(model, out, nvidia), dry_run=dry_run, force=force, json_path=json_path)
         else:
-            _build(spec, force)
+            _refuse(backend, {**nvidia, "json": json_path})
+            _run_cpu(model, out, backend, cpu, dry_run=dry_run, force=force)
     except (BuildError, BundleMismatch, OSError) as error:  # OSError: a directory or disk that takes no more
         fail(error)
+
+
+def _refuse(backend: str, options: Mapping[str, Any]) -> None:
+    """Options of the other backend. An unknown backend is refused later, with the names of the known ones."""
+    from build_scripts.spec import BACKENDS, BuildError
+
+    for name, value in options.items():
+        if value not in (None, False) and backend in BACKENDS:
+            raise BuildError(f"--{name.replace('_', '-')} does not go with --backend {backend}; leave it out")
+
+
+def _run_cpu(
+    model: str | None, out: Path, backend: str, options: Mapping[str, Any], *, dry_run: bool, force: bool
+) -> None:
+    from build_scripts.runner import plan_build
+    from build_scripts.spec import DEFAULT_MODEL, DEFAULT_PRECISION, build_spec
+
+    spec = build_spec(
+        out,
+        model=model or DEFAULT_MODEL,
+        backend=backend,
+        threads=options["threads"],
+        precision=options["precision"] or DEFAULT_PRECISION,
+        quick=options["quick"],
+        gguf=options["gguf"],
+    )
+    if dry_run:
+        _show_plan(plan_build(spec))
+    else:
+        _build(spec, force)
+
+
+def _check(path: Path, python: Path | None) -> None:
+    from engines.bundle import open_bundle
+    from engines.bundle_base import bundle_backend
+    from engines.gpu_manifest import GPU_BACKENDS
+
+    if bundle_backend(path) in GPU_BACKENDS:
+        trtllm.check(path, python)
+    else:
+        _show_bundle(open_bundle(path))
 
 
 def _build(spec: BuildSpec, force: bool) -> None:
