@@ -15,6 +15,7 @@ beside them, unless `full`; one without a digest, or newer than it, is hashed.
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from engines.bundle_base import (
     read_manifest,
     sha256_file,
 )
+from engines.executor.types import BackendUnavailable
 from engines.gpu_consistency import check_consistency, check_engine_files
 from engines.gpu_host import Gpu, GpuHost
 from engines.gpu_manifest import (
@@ -37,11 +39,14 @@ from engines.gpu_manifest import (
     DIGEST_SUFFIX,
     GPU_BACKENDS,
     GPU_SCHEMA_VERSION,
+    TRTLLM,
     GpuIdentity,
     GpuManifest,
 )
+from engines.trtllm_child.config import Driver
+from engines.trtllm_child.guard import check_version
 
-SERIES = "1.2"  # the last of TensorRT-LLM that has the engine backend
+_REPACKAGED = re.compile(r"\.post\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ def open_gpu_bundle(
     Raises BundleMismatch naming the first field that does not fit. Nothing of CUDA is imported.
     """
     manifest, text = read_manifest(path, GpuManifest, GPU_SCHEMA_VERSION, GPU_BACKENDS)
-    _check_series(path, manifest)
+    _check_line(path, manifest)
     here = host or GpuHost.current(python)
     _check_versions(path, manifest, here)
     _check_gpus(path, manifest, here)
@@ -111,7 +116,7 @@ def open_gpu_bundle(
 def check_gpu_bundle_content(path: Path, *, full: bool = False) -> GpuManifest:
     """All checks that need no particular machine, for whoever stores bundles. Raises BundleMismatch."""
     manifest, text = read_manifest(path, GpuManifest, GPU_SCHEMA_VERSION, GPU_BACKENDS)
-    _check_series(path, manifest)
+    _check_line(path, manifest)
     _check_content(path, manifest, text, full)
     return manifest
 
@@ -144,17 +149,25 @@ def store_digests(path: Path, files: tuple[File, ...]) -> None:
         part.replace(beside)
 
 
-def _check_series(path: Path, manifest: GpuManifest) -> None:
-    version = manifest.backend.tensorrt_llm
-    if not version.startswith(f"{SERIES}."):
-        remedy = f"rebuild it with tensorrt_llm {SERIES}.1: other releases have another engine format or none"
-        raise BundleMismatch(path, "backend.tensorrt_llm", f"{SERIES}.x", version, remedy)
+def _check_line(path: Path, manifest: GpuManifest) -> None:
+    backend = manifest.backend
+    driver = Driver.ENGINE if backend.name == TRTLLM else Driver.TORCH
+    try:
+        check_version(backend.tensorrt_llm, driver)
+    except BackendUnavailable as error:
+        raise BundleMismatch(
+            path,
+            "backend.tensorrt_llm",
+            "a release of the 1.2 line",
+            error.reason,
+            f"{REMEDY}: {error.remedy}",
+        ) from None
 
 
 def _check_versions(path: Path, manifest: GpuManifest, here: GpuHost) -> None:
     for name in ("tensorrt_llm", "tensorrt"):
         built, found = getattr(manifest.backend, name), getattr(here, name)
-        if built is not None and built != found:
+        if built is not None and _release(built) != _release(found):
             why = f" ({here.no_versions})" if here.no_versions else ""
             remedy = (
                 f"name the interpreter of the environment that has {name}=={built}, or {REMEDY} with this one"
@@ -230,6 +243,11 @@ def _driver_warning(manifest: GpuManifest, here: GpuHost) -> tuple[BundleWarning
         return ()
     meaning = "another branch: verify the bundle again before it serves"
     return (BundleWarning("gpu.driver", built, ", ".join(others), meaning),)
+
+
+def _release(version: str | None) -> str | None:
+    """Without the number of a repackaging: the wheel of TensorRT 10.13.3.9 may be 10.13.3.9.post1."""
+    return version if version is None else _REPACKAGED.sub("", version)
 
 
 def _branch(driver: str) -> str:

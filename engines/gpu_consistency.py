@@ -8,6 +8,7 @@ the field of the manifest, what it should be by the other side, and what it is.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 
 from engines.bundle_base import CALIBRATION, TOKENIZER, BundleMismatch
@@ -19,7 +20,7 @@ from engines.gpu_engine_config import (
     size_differences,
 )
 from engines.gpu_manifest import TRTLLM, EngineBuild, GpuManifest, TorchBuild
-from engines.trtllm_profiles import profile_ranges, stock_classes
+from engines.trtllm_profiles import profile_ranges, stock_profiles
 from engines.types import Layout
 
 Difference = tuple[str, object, object]  # field, expected, found
@@ -42,17 +43,16 @@ def check_engine_files(path: Path, manifest: GpuManifest) -> None:
             for name, build in manifest.engines.named()
             for found in _engine_differences(path, manifest, name, build)
         )
-    for field, expected, found in differences:
+    for field, expected, found in (*differences, *_candidates(manifest)):
         raise BundleMismatch(path, field, expected, found)
 
 
 def _differences(manifest: GpuManifest) -> Iterator[Difference]:
     yield from _kind(manifest)
+    yield from _listed(manifest)
     yield from _profiles(manifest)
     yield from _limits(manifest)
-    yield from _candidates(manifest)
     yield from _cost(manifest)
-    yield from _listed(manifest)
     for name in ("bos_id", "eos_id"):
         if (token := getattr(manifest.text, name)) >= (vocab := manifest.model.shape.vocab):
             yield f"text.{name}", f"a token below {vocab} (model.shape.vocab)", token
@@ -103,9 +103,13 @@ def _profiles(manifest: GpuManifest) -> Iterator[Difference]:
         if build.profiles != rule:
             yield f"engines.{name}.profiles", f"{rule} for passes of {tokens} tokens", build.profiles
     sp = manifest.engines.sp
-    edges = (sp.pass_tokens_max,) if len(sp.profiles) == 1 else stock_classes(sp.pass_tokens_max)
-    if profiles.t_classes != edges:
-        yield "profiles.t_classes", f"{edges}, the upper ends of engines.sp.profiles", profiles.t_classes
+    stock = stock_profiles(sp.pass_tokens_max)
+    if len(sp.profiles) == 1:
+        stock = replace(stock, t_classes=(sp.pass_tokens_max,))
+    for field in fields(stock):
+        if (expected := getattr(stock, field.name)) != getattr(profiles, field.name):
+            by = f"{expected} by engines.sp.profiles"
+            yield f"profiles.{field.name}", by, getattr(profiles, field.name)
 
 
 def _limits(manifest: GpuManifest) -> Iterator[Difference]:
@@ -134,8 +138,8 @@ def _limits(manifest: GpuManifest) -> Iterator[Difference]:
     if limits.memory_bytes < least_bytes:
         yield "limits.memory_bytes", f"at least {least_bytes}, weights and KV pool", limits.memory_bytes
     if limits.memory_bytes > manifest.gpu.memory_bytes:
-        most = f"at most {manifest.gpu.memory_bytes} (gpu.memory_bytes)"
-        yield "limits.memory_bytes", most, limits.memory_bytes
+        needed = f"at least {limits.memory_bytes} (limits.memory_bytes)"
+        yield "gpu.memory_bytes", needed, manifest.gpu.memory_bytes
 
 
 def _candidates(manifest: GpuManifest) -> Iterator[Difference]:
@@ -175,21 +179,22 @@ def _listed(manifest: GpuManifest) -> Iterator[Difference]:
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         yield "files", "each file once", ", ".join(sorted({n for n in names if names.count(n) > 1}))
-    needed = [TOKENIZER]
+    needed = [("files", TOKENIZER)]
     if manifest.cost is not None:
-        needed.append(CALIBRATION)
+        needed.append(("files", CALIBRATION))
     if manifest.checkpoint is not None:
-        needed.append(f"{manifest.checkpoint.directory}/{CONFIG}")
+        folder = manifest.checkpoint.directory
+        needed.append(("checkpoint.directory", f"{folder}/{CONFIG}"))
     if manifest.engines is not None:
-        ranks = range(manifest.backend.tp * manifest.backend.pp)
-        for _, build in manifest.engines.named():
-            needed.append(f"{build.directory}/{CONFIG}")
-            needed += [f"{build.directory}/rank{rank}.engine" for rank in ranks]
+        ranks = [f"rank{rank}.engine" for rank in range(manifest.backend.tp * manifest.backend.pp)]
+        for name, build in manifest.engines.named():
+            where = f"engines.{name}.directory"
+            needed += [(where, f"{build.directory}/{file}") for file in (CONFIG, *ranks)]
         if manifest.engines.lp is not None and manifest.engines.lp.directory == manifest.engines.sp.directory:
             yield "engines.lp.directory", "a folder of its own", manifest.engines.lp.directory
-    for name in needed:
+    for field, name in needed:
         if name not in names:
-            yield "files", f"an entry for {name}", "none"
+            yield field, f"an entry for {name} in files", "none"
 
 
 def _engine_differences(

@@ -10,13 +10,15 @@ eight. As in CUDA the list ends at the first entry that names no device.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from engines.executor.types import BackendUnavailable
+from engines.trtllm_child.guard import installed
 
 _QUERY = ("index", "uuid", "name", "compute_cap", "memory.total", "driver_version")
 _MIB = 2**20
@@ -52,8 +54,11 @@ class GpuHost:
     def current(cls, python: Path = Path(sys.executable), *, smi: str = "nvidia-smi") -> GpuHost:
         """What is here. python: interpreter of TensorRT-LLM's environment. Never raises."""
         gpus, no_gpus = _gpus(smi, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        versions, no_versions = _versions(python)
-        return cls(gpus, versions.get("tensorrt_llm"), versions.get("tensorrt"), python, no_gpus, no_versions)
+        try:
+            there = installed(python)
+        except BackendUnavailable as error:
+            return cls(gpus, None, None, python, no_gpus, str(error))
+        return cls(gpus, there.tensorrt_llm, there.tensorrt, python, no_gpus)
 
 
 def _gpus(smi: str, visible: str | None) -> tuple[tuple[Gpu, ...], str]:
@@ -105,37 +110,3 @@ def _visible(rows: Sequence[tuple[str, Gpu]], visible: str | None) -> tuple[Gpu,
             break
         chosen.append(found[0])
     return tuple(chosen)
-
-
-# Runs in the other environment: package metadata only. TensorRT's wheel carries the CUDA version in its name.
-_ASK = """
-import json
-from importlib import metadata
-found = {}
-for name, wheels in {
-    "tensorrt_llm": ["tensorrt_llm"],
-    "tensorrt": ["tensorrt", "tensorrt-cu12", "tensorrt-cu13", "tensorrt-cu11"],
-}.items():
-    for wheel in wheels:
-        try:
-            found[name] = metadata.version(wheel)
-            break
-        except metadata.PackageNotFoundError:
-            pass
-print(json.dumps(found))
-"""
-
-
-def _versions(python: Path) -> tuple[Mapping[str, str], str]:
-    """Versions in the environment of `python`, or none and why."""
-    try:
-        done = subprocess.run(
-            [str(python), "-I", "-c", _ASK], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
-        if done.returncode == 0:
-            found: dict[str, str] = json.loads(done.stdout)
-            return found, ""
-        said = done.stderr.strip().splitlines()
-        return {}, f"{python} failed: {said[-1] if said else 'it said nothing'}"
-    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
-        return {}, f"{python} can't be asked for its packages: {error}"
