@@ -127,7 +127,12 @@ def publish(files: list[Path], target: Path, scratch: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     fresh.mkdir(parents=True)
     for file in files:
-        _link_or_copy(file, fresh / file.name)
+        link_or_copy(file, fresh / file.name)
+    swap_in(fresh, target, old)
+
+
+def swap_in(fresh: Path, target: Path, old: Path) -> None:
+    """Make the directory `fresh` be `target`; what was there before is `old` for a moment, then removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
         target.rename(old)
@@ -135,7 +140,7 @@ def publish(files: list[Path], target: Path, scratch: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # a file system without hard links

@@ -27,7 +27,7 @@ from build_scripts.trtllm.inside import PROGRESS
 SHOWN_LINES = 30
 _END_S = 10.0  # for a process that was told to end
 _LINE_CHARS_MAX = 4_096  # progress bars without line breaks can fill a pipe with one line
-_DROPPED = ("PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+_DROPPED = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
 Update = Callable[[float, str], None]  # share of the step that is through, words
 
@@ -80,8 +80,7 @@ def run_inside(
 
 def _environment(path: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _DROPPED}
-    paths = [str(path), *filter(None, [kept.get("PYTHONPATH")])]
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    return {**kept, "PYTHONPATH": str(path), "PYTHONUNBUFFERED": "1"}
 
 
 def _run(

@@ -2,14 +2,14 @@
 a pass cost. Everything goes through the adapter that the service will use.
 
 *Choosing.* The GEMM plugin's tactics follow T in powers of two, TensorRT's the profile, and neither wins
-everywhere. Both engines are timed at the upper edge of every T-class, where a profile is tuned, and compared by
-the geometric mean of the ratios, so that a class of 2 ms counts as much as one of 200 ms. Weights are equal
-unless given; on a tie the smaller plan wins, since it leaves more KV.
+everywhere. Both engines are timed at the upper edge of every T-class, where a profile is tuned, and compared
+by the geometric mean of the ratios, so that a class of 2 ms counts as much as one of 200 ms. Weights are
+equal unless given; on a tie the smaller plan wins, since it leaves more KV.
 
-*Verifying.* One pass of one request a class, and one of several requests, must give each its token, run as one
-iteration by the executor's own statistics, and leave nothing in the KV pool. A prompt sent again must find its
-full blocks: reuse is off, silently, where an engine lacks paged context attention. One iteration for one call
-is not promised in any document, so a pass that was split is tried again before it counts.
+*Verifying.* One pass of one request a class, and one of several requests, must give each its token, run as
+one iteration by the executor's own statistics, and leave nothing in the KV pool. A prompt sent again must
+find its full blocks: reuse is off, silently, where an engine lacks paged context attention. One iteration for
+one call is not promised in any document, so a pass that was split is tried again before it counts.
 """
 
 from __future__ import annotations
@@ -117,9 +117,8 @@ def verify(engine: Engine, edges: Sequence[int], requests: int, vocab: int) -> d
     """
     limits = engine.capabilities
     probe = _Probe(engine, vocab)
-    passes = []
-    for edge in edges_within(edges, limits.context_tokens_max):
-        passes.append(probe.run_whole(f"class to {edge}", [edge]))
+    within = edges_within(edges, limits.context_tokens_max)
+    passes = [probe.run_whole(f"class to {edge}", [edge]) for edge in within]
     count = min(requests, limits.requests_max)
     each = max(1, min(edges[0], limits.context_tokens_max - 1) // 2)
     if count > 1 and each * count <= edges[-1]:
@@ -150,9 +149,7 @@ class _Probe:
         names = [f"probe-{self._passes}-{index}" for index in range(len(prompts))]
         for name, prompt in zip(names, prompts, strict=True):
             self._engine.submit(EngineRequest(name, prompt, 1))
-        items = tuple(
-            PassItem(name, len(prompt), 0) for name, prompt in zip(names, prompts, strict=True)
-        )
+        items = tuple(PassItem(name, len(prompt), 0) for name, prompt in zip(names, prompts, strict=True))
         try:
             result = self._engine.execute(Pass(self._passes, PassKind.PREFILL, items))
         finally:
@@ -191,8 +188,8 @@ class _Probe:
         expected, reused = (size - 1) // block * block, items[0].reused
         if reused < expected:
             raise BuildError(
-                f"verify: a prompt of {size} tokens that came again reused {reused} tokens, expected at least "
-                f"{expected}: block reuse is off or broken; the engine needs use_paged_context_fmha on and "
-                "gather_context_logits off"
+                f"verify: a prompt of {size} tokens that came again reused {reused} tokens, expected at "
+                f"least {expected}: block reuse is off or broken; the engine needs use_paged_context_fmha on "
+                "and gather_context_logits off"
             )
         return reused

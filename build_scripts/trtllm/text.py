@@ -1,8 +1,8 @@
 """What turns messages into a prompt, out of a checkpoint's tokenizer files.
 
 `tokenizer_config.json` names the special tokens and the chat template (newer checkpoints keep the template in
-a file of its own), `tokenizer.json` has the numbers. A chat model ends its turn with another token than a text
-model: the tokenizer's own end token is taken, not the first that `config.json` lists.
+a file of its own), `tokenizer.json` has the numbers. A chat model ends its turn with another token than a
+text model: the tokenizer's own end token is taken, not the first that `config.json` lists.
 
 The service puts the begin token before every prompt where `add_bos` says so. Templates of such models often
 write it too; two of them make answers worse, so the template is then told that there is none.

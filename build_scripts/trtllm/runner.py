@@ -1,0 +1,227 @@
+"""Run a TensorRT-LLM build: carry out the steps of the plan that are not done yet, in order, and publish.
+
+What can be refused is refused first, from cheap to dear: the GPU and the versions (no CUDA is loaded for
+that), whether model and KV fit, the sizes of a local checkpoint; then its files are hashed, once, or the
+commit on the hub is asked for, and the plan gets its keys. After that a step is done or not by what it left
+on disk: a build that was interrupted anywhere goes on there, and a changed input repeats exactly what it
+touches.
+
+Everything lies below the spec's work_dir: a folder a step, `logs/` with what each process said, `timing/`
+with kernel timings that later builds start from, `scratch/`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from build_scripts.progress import Progress, Silent
+from build_scripts.spec import BuildError
+from build_scripts.store import Store, swap_in
+from build_scripts.trtllm import assemble, checkpoint, inside, steps
+from build_scripts.trtllm.checkpoint import CheckpointError
+from build_scripts.trtllm.job import Job, Tools, write_json
+from build_scripts.trtllm.launch import run_inside
+from build_scripts.trtllm.plan import TrtLlmPlan, make_plan
+from build_scripts.trtllm.plan_steps import Target
+from build_scripts.trtllm.spec import TrtLlmSpec
+from engines.base import EngineError, PassError
+from engines.bundle_base import MANIFEST, BundleMismatch
+from engines.executor.types import BackendUnavailable, LinkLost
+from engines.gpu_bundle import open_gpu_bundle, store_digests
+from engines.gpu_host import Gpu, GpuHost
+from engines.trtllm_child.guard import PINNED, check_version
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REVISION_TIMEOUT_S = 120.0
+_REFUSALS = (CheckpointError, BackendUnavailable, LinkLost, EngineError, PassError)
+
+Action = Callable[[Path], str]  # writes a step's outputs into the folder; returns what to show
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Which checkpoint. key: stands for its contents. commit: on the hub. hashes: of local files."""
+
+    key: str
+    commit: str | None
+    hashes: dict[str, str]
+
+
+def build(
+    spec: TrtLlmSpec, progress: Progress | None = None, *, force: bool = False, tools: Tools | None = None
+) -> Path:
+    """Build the bundle of `spec`, publish it, and return where it lies here. Raises BuildError.
+
+    Steps that are done are left alone; with `force` all are repeated but the download. Where the spec's `out`
+    is a URL, the returned folder is the copy in work_dir.
+    """
+    progress, tools = progress or Silent(), tools or Tools()
+    try:
+        host = tools.host(spec.python)
+        gpu = find_gpu(spec, host)
+        spec = replace(spec, gpu_memory_bytes=min(spec.gpu_memory_bytes, gpu.memory_bytes))
+        target = find_target(spec, host, gpu)
+        make_plan(spec, target)  # refuses what does not fit before anything is read or downloaded
+        if spec.checkpoint is not None:
+            checkpoint.check_checkpoint(
+                spec.checkpoint, spec.architecture, spec.shape, spec.context_tokens_max
+            )
+        store = Store(spec.work_dir.resolve(), quick=True)
+        with store.lock():
+            source = _source(spec, store, force)
+            plan = _plan(spec, target, source)
+            job = Job(plan, store, host, gpu, source.commit, source.hashes, tools, progress.update)
+            return _carry_out(job, progress, force)
+    except _REFUSALS as error:
+        raise BuildError(str(error)) from error
+
+
+def find_gpu(spec: TrtLlmSpec, host: GpuHost) -> Gpu:
+    """The GPU to build on. Raises BuildError, with the way out, where it is not there."""
+    if not host.gpus:
+        raise BuildError(
+            f"no GPU to build on: {host.no_gpus}; run this on a machine with a {spec.gpu}, or see what it "
+            "would do with --dry-run"
+        )
+    gpu = host.gpus[0]
+    if spec.gpu.lower() not in gpu.name.lower():
+        raise BuildError(
+            f"the GPU here is {gpu.name}, the build is for {spec.gpu}: kernels are timed on the device, so "
+            f"build on a {spec.gpu}, or give --gpu for this one"
+        )
+    return gpu
+
+
+def find_target(spec: TrtLlmSpec, host: GpuHost, gpu: Gpu) -> Target:
+    """What engines built here are bound to. Raises BuildError or BackendUnavailable."""
+    for name in ("tensorrt_llm", "tensorrt"):
+        if getattr(host, name) is None:
+            raise BuildError(
+                f"{spec.python} has no {name}: {host.no_versions or 'it is not installed there'}; install "
+                f"tensorrt-llm=={PINNED} into an environment of its own, and give that with --python"
+            )
+    assert host.tensorrt_llm is not None
+    assert host.tensorrt is not None
+    check_version(host.tensorrt_llm)
+    return Target(host.tensorrt_llm, host.tensorrt, gpu.name, gpu.compute_capability, measured=True)
+
+
+def _source(spec: TrtLlmSpec, store: Store, force: bool) -> _Source:
+    if spec.checkpoint is not None:
+        hashes = _checkpoint_hashes(spec.checkpoint.resolve(), store)
+        text = json.dumps(hashes, sort_keys=True)
+        return _Source(hashlib.sha256(text.encode()).hexdigest(), None, hashes)
+    commit = _commit(spec, store, force)
+    return _Source(commit, commit, {})
+
+
+def _checkpoint_hashes(directory: Path, store: Store) -> dict[str, str]:
+    """Hashes of a local checkpoint, taken once: while sizes and times are the same, so are the files."""
+    memo = store.root / "checkpoint.json"
+    now = checkpoint.stamps(directory)
+    try:
+        known = json.loads(memo.read_text(encoding="utf-8"))
+        if known["directory"] == str(directory) and known["stamps"] == now:
+            hashes: dict[str, str] = known["hashes"]
+            return hashes
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    hashes = checkpoint.hashes(directory)
+    write_json(memo, {"directory": str(directory), "stamps": now, "hashes": hashes})
+    return hashes
+
+
+def _commit(spec: TrtLlmSpec, store: Store, force: bool) -> str:
+    """The commit that the revision was when this build began; it does not move while the build goes on."""
+    if _COMMIT.fullmatch(spec.revision):
+        return spec.revision
+    memo, asked = store.root / "revision.json", {"repo": spec.repo, "revision": spec.revision}
+    try:
+        known = json.loads(memo.read_text(encoding="utf-8"))
+        if not force and {name: known[name] for name in asked} == asked:
+            return str(known["commit"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    answer = run_inside(
+        spec.python,
+        "revision",
+        asked,
+        scratch=store.root / "scratch",
+        log=store.root / "logs" / "revision.log",
+        timeout_s=_REVISION_TIMEOUT_S,
+    )
+    write_json(memo, {**asked, "commit": answer["commit"]})
+    return str(answer["commit"])
+
+
+def _plan(spec: TrtLlmSpec, target: Target, source: _Source) -> TrtLlmPlan:
+    texts = spec.calibration_text
+    if texts is not None and not texts.is_file():
+        raise BuildError(f"calibration_text {texts}: no such file")
+    return make_plan(
+        spec,
+        target,
+        checkpoint_key=source.key,
+        calibration_key=None if texts is None else hashlib.sha256(texts.read_bytes()).hexdigest(),
+        code_key=hashlib.sha256(Path(inside.__file__).read_bytes()).hexdigest(),
+    )
+
+
+def _carry_out(job: Job, progress: Progress, force: bool) -> Path:
+    actions, store = _actions(job), job.store
+    for step in job.plan.steps[:-1]:
+        if store.done(step.name, step.key, step.after) and not (force and step.name != "fetch"):
+            progress.skip(step.name)
+            continue
+        progress.begin(step.name, step.does)
+        progress.end(actions[step.name](store.begin(step.name)))
+        store.commit(step.name, step.key, step.after)
+    return _publish(job, progress)
+
+
+def _publish(job: Job, progress: Progress) -> Path:
+    store, target = job.store, Path(job.spec.target)
+    wanted = json.loads((store.folder("manifest") / MANIFEST).read_text(encoding="utf-8"))["bundle_id"]
+    if _published(target, job.host) == wanted:
+        progress.skip("publish")
+        return target
+    progress.begin("publish", job.plan.step("publish").does)
+    fresh, old = store.root / "publish.new", store.root / "publish.old"
+    shutil.rmtree(old, ignore_errors=True)
+    swap_in(assemble.put_together(job, fresh), target, old)
+    bundle = open_gpu_bundle(target, host=job.host)
+    store_digests(target, bundle.manifest.files)
+    progress.end(f"{target} ({bundle.fingerprint[:12]})")
+    return target
+
+
+def _published(target: Path, host: GpuHost) -> str | None:
+    """Id of the bundle that is there, where it opens on this machine."""
+    try:
+        return open_gpu_bundle(target, host=host).fingerprint
+    except BundleMismatch:
+        return None
+
+
+def _actions(job: Job) -> dict[str, Action]:
+    def engine(step: str) -> Action:
+        return lambda out: steps.build_engine(job, step, out)
+
+    return {
+        "fetch": lambda out: steps.fetch(job, out),
+        "convert": lambda out: steps.convert(job, out),
+        "build-sp-plugin": engine("build-sp-plugin"),
+        "build-sp-tensorrt": engine("build-sp-tensorrt"),
+        "choose": lambda out: steps.choose(job, out),
+        "build-lp": engine("build-lp"),
+        "share": lambda out: steps.share(job, out),
+        "verify": lambda out: steps.verify(job, out),
+        "calibrate": lambda out: steps.calibrate(job, out),
+        "manifest": lambda out: assemble.manifest(job, out),
+    }
