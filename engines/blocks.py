@@ -21,6 +21,12 @@ from hashlib import blake2b
 from engines.types import BlocksRemoved, BlocksStored, KvEvent
 
 
+def chain_hash(parent: int, token_ids: Sequence[int]) -> int:
+    """64-bit hash of one full block after the block with hash `parent`; 0: the first of a prompt."""
+    pack = struct.Struct(f"<Q{len(token_ids)}I").pack
+    return int.from_bytes(blake2b(pack(parent, *token_ids), digest_size=8).digest(), "little")
+
+
 def chain_hashes(token_ids: Sequence[int], block_tokens: int) -> tuple[int, ...]:
     """64-bit chain hash of every full block of `token_ids`, first to last."""
     hashes: list[int] = []
