@@ -104,13 +104,19 @@ def open_gpu_bundle(
     Raises BundleMismatch naming the first field that does not fit. Nothing of CUDA is imported.
     """
     manifest, text = read_manifest(path, GpuManifest, GPU_SCHEMA_VERSION, GPU_BACKENDS)
-    _check_line(path, manifest)
+    _check_line(path, manifest)  # before this machine is asked, which takes seconds
     here = host or GpuHost.current(python)
-    _check_versions(path, manifest, here)
-    _check_gpus(path, manifest, here)
+    check_gpu_host(path, manifest, here)
     _check_content(path, manifest, text, full)
     warnings = (*_driver_warning(manifest, here), *_cost_warning(manifest))
     return GpuBundle(path, manifest, warnings, any(w.field == "gpu.driver" for w in warnings))
+
+
+def check_gpu_host(path: Path, manifest: GpuManifest, here: GpuHost) -> None:
+    """Whether a bundle fits a machine, by its manifest alone. Raises BundleMismatch."""
+    _check_line(path, manifest)
+    _check_versions(path, manifest, here)
+    _check_gpus(path, manifest, here)
 
 
 def check_gpu_bundle_content(path: Path, *, full: bool = False) -> GpuManifest:
@@ -118,6 +124,13 @@ def check_gpu_bundle_content(path: Path, *, full: bool = False) -> GpuManifest:
     manifest, text = read_manifest(path, GpuManifest, GPU_SCHEMA_VERSION, GPU_BACKENDS)
     _check_line(path, manifest)
     _check_content(path, manifest, text, full)
+    return manifest
+
+
+def read_gpu_manifest(path: Path) -> GpuManifest:
+    """The manifest alone, sealed as it was built. Raises BundleMismatch."""
+    manifest, text = read_manifest(path, GpuManifest, GPU_SCHEMA_VERSION, GPU_BACKENDS)
+    check_seal(path, manifest, text)
     return manifest
 
 
@@ -140,13 +153,29 @@ def store_digests(path: Path, files: tuple[File, ...]) -> None:
         if entry.size_bytes <= DIGEST_BYTES:
             continue
         file = check_size(path, entry)
-        if _stored_digest(file) == entry.sha256:
+        if stored_digest(file) == entry.sha256:
             continue
         check_digest(path, entry, sha256_file(file))
-        beside = file.with_name(file.name + DIGEST_SUFFIX)
-        part = beside.with_name(beside.name + ".part")
-        part.write_text(f"{entry.sha256}  {file.name}\n", encoding="ascii")
-        part.replace(beside)
+        store_digest(file, entry.sha256)
+
+
+def store_digest(file: Path, sha256: str) -> None:
+    """Leave the digest of `file`, which was just found to be this, beside it."""
+    beside = file.with_name(file.name + DIGEST_SUFFIX)
+    part = beside.with_name(beside.name + ".part")
+    part.write_text(f"{sha256}  {file.name}\n", encoding="ascii")
+    part.replace(beside)
+
+
+def stored_digest(file: Path) -> str | None:
+    """The digest beside `file`; None where there is none, or the file is newer than it."""
+    beside = file.with_name(file.name + DIGEST_SUFFIX)
+    try:
+        if beside.stat().st_mtime_ns < file.stat().st_mtime_ns:
+            return None
+        return beside.read_text(encoding="ascii").split()[0]
+    except (OSError, UnicodeDecodeError, IndexError):
+        return None
 
 
 def _check_line(path: Path, manifest: GpuManifest) -> None:
@@ -221,19 +250,8 @@ def _check_content(path: Path, manifest: GpuManifest, text: str, full: bool) -> 
     files = [(entry, check_size(path, entry)) for entry in manifest.files]
     for entry, file in files:
         large = entry.size_bytes > DIGEST_BYTES and not full
-        check_digest(path, entry, (_stored_digest(file) if large else None) or sha256_file(file))
+        check_digest(path, entry, (stored_digest(file) if large else None) or sha256_file(file))
     check_engine_files(path, manifest)
-
-
-def _stored_digest(file: Path) -> str | None:
-    """The digest beside `file`; None where there is none, or the file is newer than it."""
-    beside = file.with_name(file.name + DIGEST_SUFFIX)
-    try:
-        if beside.stat().st_mtime_ns < file.stat().st_mtime_ns:
-            return None
-        return beside.read_text(encoding="ascii").split()[0]
-    except (OSError, UnicodeDecodeError, IndexError):
-        return None
 
 
 def _driver_warning(manifest: GpuManifest, here: GpuHost) -> tuple[BundleWarning, ...]:
