@@ -122,7 +122,7 @@ def _refuse(backend: str, options: Mapping[str, Any]) -> None:
     from build_scripts.spec import BACKENDS, BuildError
 
     for name, value in options.items():
-        if value not in (None, False) and backend in BACKENDS:
+        if value is not None and value is not False and backend in BACKENDS:
             raise BuildError(f"--{name.replace('_', '-')} does not go with --backend {backend}; leave it out")
 
 

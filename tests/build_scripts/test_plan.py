@@ -68,8 +68,8 @@ def test_estimates_grow_with_what_is_asked() -> None:
     ("options", "named"),
     [
         ({"model": "gpt"}, "model 'gpt'"),
-        ({"backend": "trtllm"}, "not built here yet"),
-        ({"backend": "abacus"}, "backend 'abacus' is not known; use openvino_cpu"),
+        ({"backend": "trtllm"}, "has a spec of its own"),
+        ({"backend": "abacus"}, "backend 'abacus' is not known; use openvino_cpu or trtllm"),
         ({"precision": "f64"}, "precision 'f64'"),
         ({"threads": 0}, "threads must be between 1"),
     ],
