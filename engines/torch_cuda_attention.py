@@ -91,10 +91,10 @@ def check(
     """Largest difference from `each` on a small case with history."""
     new = [n for n, _ in _CHECK_SIZES]
     ends = [n + p for n, p in _CHECK_SIZES]
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
 
     def values(rows: int, count: int) -> Tensor:
-        made = torch.randn(rows, count, head_dim, generator=generator)
+        made = torch.randn(rows, count, head_dim, generator=generator, device="cpu")
         return made.to(device, dtype)
 
     q, k, v = values(sum(new), heads), values(sum(ends), kv_heads), values(sum(ends), kv_heads)

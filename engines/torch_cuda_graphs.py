@@ -114,7 +114,9 @@ class FixedPass:
             mask = None
             if self._attention.masked:
                 mask = block_mask(q_starts, k_starts, shape.tokens, shape.rows)
-            runs = Runs(q_starts, k_starts, *self._lens, shape.tokens, shape.rows, mask)
+            # At 1 the flash kernel takes every request for one token, and here some have none.
+            q_max = max(2, shape.tokens)
+            runs = Runs(q_starts, k_starts, *self._lens, q_max, shape.rows, mask)
             held = None if shape.rows == shape.tokens else reads
             state = model.begin(DeviceBatch(token_ids, positions, writes, held, last, runs))
             model.layers(state, 0, model.config.shape.layers, self._attention)
