@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-INNER = ("engines.torch_cuda_",)  # what only `engines.torch_cuda` imports, inside
+# What only `engines.torch_cuda` imports, inside, and the measurements on a GPU machine.
+_GPU = tuple(f"build_scripts.gpu.{name}" for name in ("bench", "machine", "measure", "part_", "timing"))
+INNER = ("engines.torch_cuda_", *_GPU)
 PACKAGES = ("engines", "service", "build_scripts")
 SCRIPT = """
 import importlib, sys, traceback
