@@ -2,8 +2,9 @@
 
 The way on when the engine backend is gone: a checkpoint instead of a built engine, and prefill as piecewise
 CUDA graphs, captured when it starts. A graph is keyed by T, the tokens of a pass. Once graphs are on,
-padding up to the next captured size is mandatory; above the largest a pass runs eagerly, with the launch cost of every
-kernel. So captured sizes are T-classes that cost their upper edge, and the largest is the largest pass.
+padding up to the next captured size is mandatory; above the largest a pass runs eagerly, with the launch cost
+of every kernel. So captured sizes are T-classes that cost their upper edge, and the largest is the largest
+pass.
 
 The stock classes (64 to 1024) come first, so that both backends speak of the same classes. Above 1024 the
 stock engine's last class would pad a pass of 1,100 tokens to 4,096; steps of 512 keep padding under half.

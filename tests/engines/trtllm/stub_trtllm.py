@@ -1,7 +1,7 @@
 """A tensorrt_llm of two hundred lines for child processes that misbehave: `write(directory)` makes it.
 
-What it does is chosen by variables of the environment: STUB_VERSION, and STUB_VICE, one of the names in VICES.
-Its executor answers a call with the numbers 100, 101 ... at once; everything else about it is made up.
+What it does is chosen by variables of the environment: STUB_VERSION, and STUB_VICE, one of the names in
+VICES. Its executor answers a call with the numbers 100, 101 ... at once; everything else about it is made up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if vice == "grandchild":
     print("left behind", left.pid, flush=True)
 """
 
-_EXECUTOR = '''
+_EXECUTOR = """
 import gc, json, os, signal, threading, time
 from enum import Enum
 from multiprocessing.connection import Connection
@@ -56,7 +56,7 @@ def enum(name, *members):
 ModelType = enum("ModelType", "DECODER_ONLY")
 BatchingType = enum("BatchingType", "STATIC", "INFLIGHT")
 CapacitySchedulerPolicy = enum("CapacitySchedulerPolicy", "MAX_UTILIZATION", "GUARANTEED_NO_EVICT")
-FinishReason = enum("FinishReason", "NOT_FINISHED", "END_ID", "STOP_WORDS", "LENGTH", "TIMED_OUT", "CANCELLED")
+FinishReason = enum("FinishReason", "NOT_FINISHED", "END_ID", "LENGTH", "TIMED_OUT", "CANCELLED")
 RequestType = enum(
     "RequestType",
     "REQUEST_TYPE_CONTEXT_AND_GENERATION", "REQUEST_TYPE_CONTEXT_ONLY", "REQUEST_TYPE_GENERATION_ONLY",
@@ -201,7 +201,7 @@ class Executor:
     def shutdown(self):
         if VICE == "hang_at_end":
             time.sleep(3600)
-'''
+"""
 
 
 def write(directory: Path) -> Path:
