@@ -22,12 +22,12 @@ from typing import Any, Protocol
 from build_scripts.calibrate import Calibration, Shape, measure_shapes
 from build_scripts.spec import BuildError
 from engines.base import Engine
+from engines.cost_fit import SAMPLES_MIN
 from engines.types import EngineRequest, ItemResult, Pass, PassItem, PassKind, Ran
 
 ATTEMPTS = 3  # for a pass that the executor split
 _FIRST_TOKEN_ID = 10  # below are often special ones
-_HISTORIES = (0, 1_024, 4_096, 16_384)
-_SMALLEST = 8
+_HISTORIES = (1_024, 4_096, 16_384)
 
 Update = Callable[[float], None]
 
@@ -93,15 +93,16 @@ def edges_within(edges: Sequence[int], context_tokens_max: int) -> tuple[int, ..
 def calibration_shapes(edges: Sequence[int], context_tokens_max: int) -> tuple[Shape, ...]:
     """(new tokens, history) to measure: powers of two, the class edges, one past each edge; over histories.
 
-    One past an edge is where another profile begins: a step of cost there would show in the residuals.
+    One past an edge is where another profile begins: a step of cost there would show in the residuals. The
+    smallest sizes are those of decode steps.
     """
     largest = min(edges[-1], context_tokens_max - 1)
-    sizes = {_SMALLEST << n for n in range(32) if _SMALLEST << n <= largest} | {largest}
-    sizes |= {edge for edge in edges if edge <= largest} | {edge + 1 for edge in edges[:-1] if edge < largest}
-    histories = [h for h in _HISTORIES if h == 0 or h + largest < context_tokens_max] or [0]
-    over = {size for size in sizes if not size & (size - 1)} | {largest}
-    shapes = {(size, 0) for size in sizes} | {(size, h) for size in over for h in histories}
-    return tuple(sorted(shapes))
+    powers = {1 << n for n in range(largest.bit_length())} | {largest}
+    at_edges = {size for edge in edges for size in (edge, edge + 1) if size <= largest}
+    between = {3 << n for n in range(largest.bit_length()) if 3 << n < largest}
+    alone = powers | at_edges if len(powers | at_edges) >= SAMPLES_MIN else powers | at_edges | between
+    over = {(size, past) for size in powers for past in _HISTORIES if size + past < context_tokens_max}
+    return tuple(sorted({(size, 0) for size in alone} | over))
 
 
 def calibrate(
