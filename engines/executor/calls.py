@@ -158,7 +158,7 @@ class CallBook:
         self.live.pop(live.request.request_id, None)
         calls = [call for call in self.calls.values() if call.live is live]
         for call in calls:
-            call.live = None
+            call.live = call.deadline_s = None
             if call.final:
                 del self.calls[call.call.call_id]
         running = any(not call.final for call in calls)
@@ -169,7 +169,8 @@ class CallBook:
     def clear(self) -> tuple[str, ...]:
         """The executor is gone. Returns the ids of all that it held, or was to get."""
         lost = tuple(dict.fromkeys((*self.live, *self.tickets)))
-        for call in (*self.calls.values(), *self.tickets.values()):
+        real = [live.real for live in self.live.values() if live.real is not None]
+        for call in (*self.calls.values(), *self.tickets.values(), *real):
             self.let_go(call)
         self.live.clear()
         self.calls.clear()

@@ -31,6 +31,7 @@ from random import Random
 from engines.base import EngineError, PassError, check_pass
 from engines.executor.calls import CallBook, InFlight, Live
 from engines.executor.fidelity import Fidelity
+from engines.executor.handover import check_ticket, expire
 from engines.executor.health import LeakProbe, Progress
 from engines.executor.ledger import Ledger
 from engines.executor.measure import measure
@@ -190,19 +191,8 @@ class ExecutorEngine:
         self._check_usable()
         if self.role is ExecutorRole.CONTEXT:
             raise ValueError("role: this is the prefill side of hand-overs; adopt on a decode side")
-        mine = {"fingerprint": self.fingerprint, "block_tokens": self._capabilities.block_tokens}
-        for name, value in mine.items():
-            if getattr(ticket, name) != value:
-                raise ValueError(
-                    f"{name}: the ticket of {request.request_id} has {getattr(ticket, name)!r}, this engine "
-                    f"{value!r}; both sides of a hand-over must run the same bundle"
-                )
+        check_ticket(request, ticket, self.fingerprint, self._capabilities.block_tokens)
         given = ticket.first_gen_tokens
-        if not 0 < len(given) < request.max_new_tokens:
-            raise ValueError(
-                f"max_new_tokens: {request.max_new_tokens} with {len(given)} tokens from the prefill side "
-                "leaves nothing to decode, or nothing was prefilled"
-            )
         live = self._book.add(request)
         stream = AnswerStream(request.max_new_tokens, self._end_id(request), given, self._habit)
         call = self._book.real(live, CallKind.GENERATION_ONLY, live.prompt_tokens, stream)
@@ -211,11 +201,11 @@ class ExecutorEngine:
         live.position, live.reported = live.prompt_tokens + len(given) - 1, len(given)
         self._maker.decoding[request.request_id] = live
         no_room = self._book.no_room(call.blocks)
-        self._book.sent(call)
         if no_room is not None:
+            live.real, call.final = call, True
             stream.fail(no_room)
-            call.final = True
             return
+        self._book.sent(call)
         self._book.hold(call, live.position)
         self._supervisor.enqueue_quietly(call.call)
 
@@ -255,10 +245,10 @@ class ExecutorEngine:
 
     def _wait(self, pass_: Pass, begin_s: float, failed: list[str], done: Callable[[], bool]) -> None:
         """Take reports until `done`. Raises PassError, LinkLost."""
-        settings = self._settings
+        settings, calls = self._settings, self._book.calls
         while True:
             now_s = self._clock()
-            self._expire_handovers(now_s)
+            expire(calls.values(), now_s, settings.handover_timeout_s, self._note)
             if done():
                 return
             pass_end_s = begin_s + settings.pass_timeout_s
@@ -271,11 +261,8 @@ class ExecutorEngine:
                 self._note(Incident.NO_PROGRESS, f"pass {pass_.pass_id}: {what}")
                 self._supervisor.end()
                 raise LinkLost(what)
-            deadlines = [pass_end_s, progress_end_s]
-            deadlines += [
-                call.deadline_s for call in self._book.calls.values() if call.deadline_s is not None
-            ]
-            self._take(self._supervisor.receive(min(deadlines) - now_s))
+            ends_s = [call.deadline_s for call in calls.values() if call.deadline_s is not None]
+            self._take(self._supervisor.receive(min(pass_end_s, progress_end_s, *ends_s) - now_s))
 
     def _stop(self, live: Live) -> None:
         """A request failed or was cancelled: nothing more of it is reported. Its calls are ended."""
@@ -325,18 +312,6 @@ class ExecutorEngine:
 
     # --- what goes wrong ---
 
-    def _expire_handovers(self, now_s: float) -> None:
-        for call in list(self._book.calls.values()):
-            if call.deadline_s is None or call.stream is None:
-                continue
-            if call.stream.received or call.stream.ended:
-                call.deadline_s = None
-            elif now_s >= call.deadline_s:
-                call.deadline_s = None
-                what = f"transfer: no token within {self._settings.handover_timeout_s} s"
-                self._note(Incident.TRANSFER_TIMED_OUT, f"call {call.call.call_id}: {what}")
-                call.stream.fail(what)
-
     def _pass_timed_out(self, pass_: Pass, failed: Sequence[str]) -> PassError:
         """Cancel what the pass waited for. A part that was done keeps its KV, in the cache."""
         lost = list(failed)
@@ -359,8 +334,8 @@ class ExecutorEngine:
         self._note(Incident.EXECUTOR_LOST, f"{why}; lost: {', '.join(lost) or 'no request'}")
         try:
             self._up(self._supervisor.restart(str(why), self._clock()))
-        except EngineError as error:
-            return error
+        except (EngineError, ValueError) as error:
+            return error if isinstance(error, EngineError) else EngineError(str(error))
         return PassError(f"pass {pass_.pass_id}: the executor was lost and restarted: {why}", lost)
 
     def _forget_all(self) -> tuple[str, ...]:
@@ -388,10 +363,11 @@ class ExecutorEngine:
     def _up(self, facts: Facts) -> None:
         limits = self._capabilities
         if facts.block_tokens != limits.block_tokens:
-            raise ValueError(
+            self._supervisor.gone = (
                 f"block_tokens: the executor has {facts.block_tokens}, the bundle {limits.block_tokens}; "
                 "build the engine again, or correct its manifest"
             )
+            raise ValueError(self._supervisor.gone)
         self._capabilities = replace(limits, kv_blocks_total=facts.kv_blocks_total)
         self._book.limits = self._capabilities
         self._ledger.blocks_total = facts.kv_blocks_total

@@ -113,6 +113,7 @@ class Ledger:
         if names:
             self._ours.clear()
             self._names.clear()
+        self._heard.clear()
         self.drop(list(self._cached))
 
     # --- what calls leave ---
