@@ -352,6 +352,8 @@ class Core:
         shared, whole = live.reused_blocks, -(-live.prompt_tokens // self.pool.block_tokens)
         metrics = ReuseMetrics(whole, whole - shared, shared, whole - shared) if tells else None
         new = outputs[live.sent :] if live.request.streaming else outputs
+        if live.request.with_prompt:
+            new = [*live.request.token_ids, *new]
         live.sent = len(outputs)
         self.ready.append(
             FakeResponse(live.request_id, tuple(new), final, finish, self.iterations, hand_over, metrics)

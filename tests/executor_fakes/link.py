@@ -51,7 +51,7 @@ def small_executor(vices: Vices = VIRTUOUS, **other: Any) -> FakeExecutor:
 
 
 class InProcessLink:
-    """make: a fresh executor at every start; the first argument of the n-th start is n, from 0.
+    """make: gives a fresh executor at every start.
 
     reports_reuse, cache_events, iteration_stats: False leaves these out, as some backends do.
     late_statistics: an iteration is told with the next `receive`, after the answers that it made.

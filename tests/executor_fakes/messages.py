@@ -55,6 +55,8 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class FakeRequest:
+    """end_id None: nothing ends it. with_prompt: what does not stream begins with the prompt."""
+
     token_ids: tuple[int, ...]
     max_tokens: int
     kind: Kind = Kind.GENERATE
@@ -64,6 +66,7 @@ class FakeRequest:
     decode_priority: int = DEFAULT_PRIORITY
     hand_over: HandOver | None = None
     perf_metrics: bool = True
+    with_prompt: bool = False
 
     def priority_of(self, token: int) -> int:
         """Of the block that begins with this token."""

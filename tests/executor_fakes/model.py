@@ -42,6 +42,12 @@ _OUTSIDE_POLL_S = 0.005  # how often the thread looks whether another process ha
 class Outside:
     """Hand-overs between processes. This one knows no other process."""
 
+    def keep(self, name: str, request_id: int) -> None:
+        """The executor `name` keeps KV of a context-only request from now on."""
+
+    def drop(self, name: str, request_id: int) -> None:
+        """It does not any more."""
+
     def pull(self, hand_over: HandOver) -> bool:
         """Take the KV that another process keeps. False: it is not there."""
         return False
@@ -140,6 +146,10 @@ class FakeExecutor:
                     return []
             return ready
 
+    def responses_ready(self, request_id: int | None = None) -> int:
+        with self._changed:
+            return sum(1 for response in self._core.ready if request_id in (None, response.request_id))
+
     def get_latest_iteration_stats(self) -> list[dict[str, Any]]:
         """Drains. Keys are those of `IterationStats.to_json_str`."""
         with self._changed:
@@ -167,8 +177,11 @@ class FakeExecutor:
             if self._stopped:
                 return False
             self._pull_outside()
+            kept = set(self._core.kept)
             try:
-                return self._core.step()
+                moved = self._core.step()
+                self._tell_outside(kept)
+                return moved
             except ExecutorCrash:
                 self._stopped = True
                 if self._on_crash is not None:
@@ -225,6 +238,13 @@ class FakeExecutor:
         if self._outside is not None and self._core.kept:
             for request_id in self._outside.pulled(self.name, list(self._core.kept)):
                 self._core.pull(request_id)
+
+    def _tell_outside(self, before: set[int]) -> None:
+        if self._outside is not None:
+            for request_id in self._core.kept.keys() - before:
+                self._outside.keep(self.name, request_id)
+            for request_id in before - self._core.kept.keys():
+                self._outside.drop(self.name, request_id)
 
     def _check_open(self) -> None:
         if self._stopped:
