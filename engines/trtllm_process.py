@@ -21,7 +21,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -213,8 +212,8 @@ class Child:
             while chunk := os.read(self._process.stdout.fileno(), 65_536):
                 self._print(chunk)
                 if log is not None:
-                    text = chunk.decode("utf-8", "replace").rstrip("\n")
-                    log.handle(logging.makeLogRecord({"msg": text.replace("%", "%%")}))
+                    text = chunk.decode("utf-8", "replace")
+                    log.handle(logging.makeLogRecord({"msg": text}))
         except OSError:
             pass
         finally:
@@ -330,7 +329,9 @@ def _log(settings: ChildSettings) -> RotatingFileHandler | None:
         return None
     try:
         settings.log.parent.mkdir(parents=True, exist_ok=True)
-        return RotatingFileHandler(settings.log, maxBytes=settings.log_bytes, backupCount=1)
+        handler = RotatingFileHandler(settings.log, maxBytes=settings.log_bytes, backupCount=1)
     except OSError as error:
-        print(f"no log of the TensorRT-LLM child: {error}", file=sys.stderr)  # noqa: T201
+        logging.getLogger(__name__).warning("no log of the TensorRT-LLM child: %s", error)
         return None
+    handler.terminator = ""  # what is read has its own ends of lines
+    return handler

@@ -1,0 +1,368 @@
+"""Real child processes that live, hang, die and talk nonsense: each end is told, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import stub_trtllm
+
+from engines.executor.types import (
+    Answer,
+    BackendUnavailable,
+    Call,
+    CallKind,
+    Ending,
+    ExecutorRole,
+    Iteration,
+    LinkLost,
+    Report,
+)
+from engines.trtllm_child.config import ChildConfig, Driver
+from engines.trtllm_link import ChildLink
+from engines.trtllm_process import ChildSettings
+
+CONFIG = ChildConfig(
+    driver=Driver.ENGINE,
+    model_dir="/no/engine",
+    version="1.2.1",
+    role=ExecutorRole.BOTH,
+    requests_max=8,
+    pass_tokens_max=2_048,
+    context_tokens_max=3_200,
+    block_tokens=32,
+    kv_blocks=100,
+)
+Make = Callable[..., ChildLink]
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stub_trtllm.write(tmp_path_factory.mktemp("stub"))
+
+
+@pytest.fixture
+def make(stub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Links whose child has a vice; afterwards nothing of theirs may be left."""
+    private = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short: a socket's path is
+    monkeypatch.setattr(tempfile, "tempdir", str(private))
+    links: list[ChildLink] = []
+    before = _descriptors()
+
+    def make(vice: str = "", version: str = "1.2.1", **settings: object) -> ChildLink:
+        environment = {"PYTHONPATH": str(stub), "STUB_VICE": vice, "STUB_VERSION": version}
+        given = {"start_timeout_s": 30.0, "close_grace_s": 1.0, **settings}
+        links.append(ChildLink(CONFIG, Path(sys.executable), ChildSettings(environment=environment, **given)))  # type: ignore[arg-type]
+        return links[-1]
+
+    yield make
+    for link in links:
+        link.close()
+    assert not list(private.iterdir()), "a private directory was left"
+    private.rmdir()
+    assert _descriptors() == before, "descriptors leaked"
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)  # no child, no zombie
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _call(name: str, tokens: int = 40, max_tokens: int = 3, kind: CallKind = CallKind.GENERATE) -> Call:
+    return Call(name, kind, tuple(range(tokens)), max_tokens)
+
+
+def _hear(link: ChildLink, finals: int, timeout_s: float = 10.0) -> list[Report]:
+    """Reports until so many calls ended."""
+    heard: list[Report] = []
+    deadline = time.monotonic() + timeout_s
+    while sum(isinstance(r, Answer) and r.final for r in heard) < finals:
+        assert time.monotonic() < deadline, heard
+        heard += link.receive(0.2)
+    return heard
+
+
+def _hear_the_end(link: ChildLink, timeout_s: float = 10.0) -> str:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            link.receive(0.2)
+        except LinkLost as lost:
+            return str(lost)
+    raise AssertionError("it lives")
+
+
+def test_a_child_says_what_it_is_and_answers(make: Make) -> None:
+    link = make()
+    facts = link.start()
+    assert (facts.version, facts.kv_blocks_total, facts.block_tokens) == ("1.2.1", 100, 32)
+    assert link.receive(0.0) == []
+    link.enqueue([_call("a"), _call("b", 400, 1, CallKind.CONTEXT_ONLY)])
+    heard = _hear(link, 2)
+    assert isinstance(heard[0], Iteration), "statistics come before the answers of their moment"
+    assert heard[0].context_tokens == 440
+    answers = [report for report in heard if isinstance(report, Answer)]
+    assert [token for answer in answers if answer.call_id == "a" for token in answer.tokens] == [
+        100,
+        101,
+        102,
+    ]
+    assert [a.ending for a in answers if a.final] == [Ending.LENGTH, Ending.NOT_FINISHED]
+    ticket = answers[-1].ticket
+    assert ticket is not None
+    assert (ticket.first_gen_tokens, ticket.opaque_state, ticket.block_tokens) == ((100,), b"where", 32)
+
+
+def test_receive_waits_no_longer_than_told(make: Make) -> None:
+    """Ten waits of 20 ms end; a receive that waits for something would time the test out."""
+    link = make("hang")
+    link.start()
+    link.enqueue([_call("a")])
+    assert [link.receive(0.02) for _ in range(10)] == [[]] * 10
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_killed_child_is_lost_by_name_and_starts_again(make: Make, number: signal.Signals) -> None:
+    link = make()
+    link.start()
+    first = link.pid
+    assert first is not None
+    os.kill(first, number)
+    text = _hear_the_end(link)
+    assert f"child {first}" in text
+    assert number.name in text
+    assert "stub of TensorRT-LLM 1.2.1" in text, "its last lines are shown"
+    for act in (lambda: link.receive(0.0), lambda: link.enqueue([]), lambda: link.cancel("a")):
+        with pytest.raises(LinkLost):
+            act()
+    link.start()
+    assert link.pid not in (None, first)
+    link.enqueue([_call("again")])
+    assert _hear(link, 1)
+
+
+def test_what_was_heard_before_the_end_is_told_before_it(make: Make) -> None:
+    link = make("segfault_on_cancel")
+    link.start()
+    link.enqueue([_call("a")])
+    link.cancel("unknown")  # ignored: the executor is not even asked
+    link.enqueue([_call("b", max_tokens=1)])
+    time.sleep(0.3)
+    assert link.pid is not None
+    os.kill(link.pid, signal.SIGKILL)
+    time.sleep(0.1)
+    assert {r.call_id for r in _hear(link, 2) if isinstance(r, Answer)} == {"a", "b"}
+    _hear_the_end(link)
+
+
+def test_a_crash_on_cancel_is_lost_with_what_it_printed(make: Make) -> None:
+    link = make("segfault_on_cancel")
+    link.start()
+    link.enqueue([_call("a", max_tokens=1_000)])
+    link.enqueue([_call("b", max_tokens=1_000)])
+    for name in ("a", "b") * 50:  # one of them is caught while it is known
+        try:
+            link.cancel(name)
+            link.enqueue([_call(name, max_tokens=1_000)])
+        except LinkLost:
+            break
+    text = _hear_the_end(link)
+    assert "SIGSEGV" in text
+    assert "Signal: Segmentation fault" in text
+
+
+def test_garbage_is_a_lost_link_that_shows_it(make: Make) -> None:
+    link = make("garbage")
+    link.start()
+    pid = link.pid
+    link.enqueue([_call("a")])
+    text = _hear_the_end(link)
+    assert "garbage" in text
+    assert "half a mess" in text
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)  # a child that talks nonsense does not live on
+
+
+def test_a_child_that_dies_at_its_start(make: Make) -> None:
+    with pytest.raises(LinkLost, match=r"exit code 7(.|\n)*out of luck"):
+        make("die_at_start").start()
+
+
+def test_a_start_that_takes_too_long_is_ended(make: Make) -> None:
+    link = make("slow_start", start_timeout_s=0.6)
+    with pytest.raises(LinkLost, match=r"did not come up in 0\.6 s"):
+        link.start()
+    assert link.pid is None
+
+
+def test_a_pool_that_is_smaller_than_asked_says_both_numbers(make: Make) -> None:
+    with pytest.raises(BackendUnavailable, match=r"90 KV blocks .* not 100"):
+        make("fewer_blocks").start()
+
+
+def test_blocks_of_another_size_are_refused(make: Make) -> None:
+    with pytest.raises(BackendUnavailable, match="hold 8 tokens, the bundle says 32"):
+        make("other_blocks").start()
+
+
+@pytest.mark.parametrize(
+    ("version", "remedy"),
+    [
+        ("0.17.0", "upgrade"),
+        ("1.4.0", "trtllm_torch"),
+        ("1.2.0", "build the bundle again"),
+        ("main", "1.2.1"),
+    ],
+)
+def test_other_versions_are_refused_with_the_remedy(make: Make, version: str, remedy: str) -> None:
+    with pytest.raises(BackendUnavailable) as refused:
+        make(version=version).start()
+    assert version in refused.value.reason
+    assert remedy in refused.value.remedy
+
+
+def test_no_tensorrt_llm_at_all(make: Make) -> None:
+    link = ChildLink(CONFIG, Path(sys.executable), ChildSettings(start_timeout_s=30.0))
+    with pytest.raises(BackendUnavailable, match="can't be imported") as refused:
+        link.start()
+    assert sys.executable in refused.value.reason
+
+
+def test_no_interpreter(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(BackendUnavailable, match="can't be started"):
+        ChildLink(CONFIG, tmp_path / "python", ChildSettings()).start()
+
+
+def test_one_refused_call_does_not_hurt_the_others(make: Make) -> None:
+    link = make("refuse")
+    link.start()
+    link.enqueue([_call("long", 101), _call("short", 5)])
+    answers = [r for r in _hear(link, 2) if isinstance(r, Answer)]
+    errors = {answer.call_id: answer.error for answer in answers if answer.final}
+    assert "exceeds maximum 100" in (errors["long"] or "")
+    assert errors["short"] is None
+
+
+@pytest.mark.parametrize("vice", ["hang_at_end", "hang"])
+def test_an_executor_that_does_not_end_is_ended(make: Make, vice: str) -> None:
+    link = make(vice, close_grace_s=0.3)
+    link.start()
+    link.enqueue([_call("a")])
+    time.sleep(0.1)
+    pid = link.pid
+    assert pid is not None
+    link.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_stopped_child_can_be_closed(make: Make) -> None:
+    link = make(close_grace_s=0.2)
+    link.start()
+    assert link.pid is not None
+    os.kill(link.pid, signal.SIGSTOP)
+    link.close()
+    assert link.pid is None
+    link.close()
+
+
+def test_a_stopped_child_that_takes_no_message_is_lost(make: Make) -> None:
+    link = make(send_timeout_s=0.3)
+    link.start()
+    assert link.pid is not None
+    os.kill(link.pid, signal.SIGSTOP)
+    calls = [_call("a", tokens=2_000_000)]  # more than a socket holds
+    with pytest.raises(LinkLost, match=r"took no message for 0\.3 s"):
+        link.enqueue(calls)
+
+
+def test_processes_of_the_child_end_with_it(make: Make, tmp_path: Path) -> None:
+    link = make("grandchild", log=tmp_path / "child.log")
+    link.start()
+    link.close()
+    text = (tmp_path / "child.log").read_text()
+    left = int(text.split("left behind ")[1].split()[0])
+    deadline = time.monotonic() + 5
+    while _runs(left) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _runs(left)
+
+
+def _runs(pid: int) -> bool:
+    """Whether it runs; a zombie that waits for its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_child_ends_with_its_parent(stub: Path, tmp_path: Path) -> None:
+    """A parent that is killed closes nothing; its child ends all the same, even while its executor hangs."""
+    parent = tmp_path / "parent.py"
+    parent.write_text(
+        "import sys, time\nfrom pathlib import Path\nsys.path.insert(0, sys.argv[1])\n"
+        "from test_trtllm_child import CONFIG, _call\nfrom engines.trtllm_link import ChildLink\n"
+        "from engines.trtllm_process import ChildSettings\n"
+        "env = {'PYTHONPATH': sys.argv[2], 'STUB_VICE': 'hang'}\n"
+        "link = ChildLink(CONFIG, Path(sys.executable), ChildSettings(environment=env))\n"
+        "link.start()\nlink.enqueue([_call('a')])\nprint(link.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    here = Path(__file__).parent
+    root = here.parents[2]
+    with subprocess.Popen(
+        [sys.executable, str(parent), str(here), str(stub)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)},
+    ) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        assert _runs(child)
+        process.kill()
+    deadline = time.monotonic() + 5
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _runs(child)
+
+
+def test_the_child_sees_engines_and_nothing_else_of_this_environment(stub: Path, tmp_path: Path) -> None:
+    """With an interpreter that has no site packages: what the child imports is there."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    settings = ChildSettings(start_timeout_s=30.0, environment={"PYTHONPATH": str(stub)})
+    link = ChildLink(CONFIG, python, settings)
+    assert link.start().version == "1.2.1"
+    link.close()
+
+
+def test_only_what_a_gpu_process_needs_of_the_environment_is_passed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "mine")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    link = make()
+    link.start()
+    assert link.pid is not None
+    raw = Path(f"/proc/{link.pid}/environ").read_bytes().decode()
+    environment = dict(item.split("=", 1) for item in raw.split("\0") if item)
+    assert "AWS_SECRET_ACCESS_KEY" not in environment
+    assert environment["NCCL_DEBUG"] == "INFO"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_what_is_printed_is_kept_in_bounds(make: Make, tmp_path: Path) -> None:
+    link = make(printed_bytes=64, log=tmp_path / "logs" / "child.log", log_bytes=1_000)
+    link.start()
+    link.close()
+    assert "stub of TensorRT-LLM" in (tmp_path / "logs" / "child.log").read_text()
