@@ -21,7 +21,7 @@ REMEDY = (
 
 
 def check_config(config: Any, options: TritonOptions) -> bool:
-    """Whether the model reports what it reused. Raises BackendUnavailable naming every field that is wrong."""
+    """Whether the model reports what it reused. Raises BackendUnavailable naming all that is wrong."""
     wrong = [*_model(config, options), *_tensors(config, options), *_parameters(config, options)]
     if wrong:
         where = f"model {options.model} at {options.url}"

@@ -15,8 +15,9 @@ context-only call, context_phase_params UINT8 [1, k]: the server's own serialisa
 parameters, first tokens and request id inside, returned byte for byte to the decode side.
 
 No output says why a call ended. So it is told from what is known: the end token last, as many tokens as asked
-for, or told to stop; anything else is an error. [not verified: that the end token is among the tokens, that
-a call without end_id never ends early, that the perf metrics come with the last response.]
+for, told to stop; early otherwise is the end token, left out of the output, where the call has one, and an
+error where it has none. [not verified: whether the end token is among the tokens, that a call without end_id
+never ends early, with which response the reused blocks come.]
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class CallReader:
         if (blocks := arrays.get(REUSED_BLOCKS)) is not None:
             if blocks.size != 1:
                 raise BadResponse(f"{REUSED_BLOCKS} has shape {list(blocks.shape)}, expected [1, 1]")
-            self._reused = min(int(blocks.reshape(-1)[0]) * self.block_tokens, len(self.call.token_ids))
+            self._reused = int(blocks.reshape(-1)[0]) * self.block_tokens
         if self.over:
             return None
         self.tokens += new
@@ -207,7 +208,9 @@ class CallReader:
             return Ending.END_ID
         if len(self.tokens) >= self.call.max_tokens - given:  # the first may or may not be told again
             return Ending.LENGTH
-        return Ending.CANCELLED if self.cancelled else None
+        if self.cancelled:
+            return Ending.CANCELLED
+        return None if self.call.end_id is None else Ending.END_ID
 
     def _ticket(self, opaque: Any) -> ContextTicket:
         """context_request_id is inside the opaque state and never read, so it is 0."""

@@ -13,6 +13,20 @@ from pathlib import Path
 
 from engines.executor.types import ExecutorRole
 
+_ABOVE_ZERO = (
+    "requests_max",
+    "pass_tokens_max",
+    "context_tokens_max",
+    "kv_blocks",
+    "block_tokens",
+    "start_timeout_s",
+    "rpc_timeout_s",
+    "call_timeout_s",
+    "cancel_timeout_s",
+    "probe_period_s",
+    "reports_max",
+)
+
 
 class CancelBy(StrEnum):
     """How the server is told to stop a call; what it does not end in time is cut off by the other way."""
@@ -73,10 +87,7 @@ class TritonOptions:
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # may hold a token
 
     def __post_init__(self) -> None:
-        for name in (
-            "requests_max pass_tokens_max context_tokens_max kv_blocks block_tokens start_timeout_s "
-            "rpc_timeout_s call_timeout_s cancel_timeout_s probe_period_s reports_max"
-        ).split():
+        for name in _ABOVE_ZERO:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if not self.model:

@@ -1,10 +1,10 @@
 """Tensors, parameters and request parameters of the `tensorrtllm` backend's model in a Triton server.
 
-The table (triton_tensors.json) is what a model's config.pbtxt must declare: the repository is written from it,
-an adapter checks a server against it. Types of two inputs and two outputs are the choice of whoever writes
-the configuration; `CHOSEN_TYPES` has ours. Its source is noted in the file; the image that has TensorRT-LLM
-1.2.1 was not read. Files of the 1.x line were seen to declare two inputs more, return_num_input_tokens and
-return_num_output_tokens; they are optional and this project does not send them.
+The table (triton_tensors.json) is what a model's config.pbtxt must declare: the repository is written from
+it, an adapter checks a server against it. Types of two inputs and two outputs are the choice of whoever
+writes the configuration; `CHOSEN_TYPES` has ours. Its source is noted in the file; the image that has
+TensorRT-LLM 1.2.1 was not read. Files of the 1.x line were seen to declare two inputs more,
+return_num_input_tokens and return_num_output_tokens; they are optional and this project does not send them.
 
 Shapes: the model's `max_batch_size` is above 0, so on the wire every tensor has a batch dimension before its
 `dims`. A scalar (`dims` [1]) is [1, 1] there; the backend sees it reshaped to [1].
