@@ -227,7 +227,7 @@ def load_time(spec: TrtLlmSpec, engines: int, measuring_s: float, what: str) -> 
     """A step that loads `engines` engines, one after the other, and measures."""
     return Time(
         engines * (30 + weight_bytes(spec) / 1e9) + measuring_s,
-        f"guess: 30 s and weights at 1 GB/s for each of {engines} engine(s), {what}",
+        f"guess: {engines} x (30 s, weights at 1 GB/s), {what}",
     )
 
 

@@ -247,7 +247,7 @@ class Steps:
                 outputs=("verify.json",),
                 calls=(
                     "ICudaEngine.get_tensor_profile_shape('input_ids', i) == the profiles of this plan",
-                    f"Executor.enqueue_requests([...]): one request for each of {profiles} profile(s)",
+                    f"Executor.enqueue_requests([...]): one request for each of {profiles} profiles",
                 ),
                 time=estimates.load_time(spec, count, 10.0 * profiles, "10 s a profile"),
                 inside=True,

@@ -92,18 +92,16 @@ def run(spec: TrtLlmSpec, *, dry_run: bool, force: bool, json_path: Path | None)
     with RichProgress() as progress:
         where = runner.build(spec, progress, force=force)
     typer.echo(f"bundle     {where}")
+    if "://" in spec.target:
+        typer.echo(f"published  {spec.target}")
 
 
 def check(path: Path, python: Path | None) -> None:
     """Check a bundle against this machine's GPU and libraries. Raises BundleMismatch."""
     from engines.gpu_bundle import open_gpu_bundle
+    from service.cli.bundle_view import show_gpu_bundle
 
-    bundle = open_gpu_bundle(path, python=python or Path(sys.executable), full=True)
-    backend, gpu = bundle.manifest.backend, bundle.manifest.gpu
-    typer.echo(f"bundle     {bundle.path} ({bundle.fingerprint[:12]}), valid on this machine")
-    typer.echo(f"engine     {backend.name}, TensorRT-LLM {backend.tensorrt_llm}, built for {gpu.name}")
-    for warning in bundle.warnings:
-        typer.echo(f"warning    {warning}")
+    show_gpu_bundle(open_gpu_bundle(path, python=python or Path(sys.executable), full=True))
 
 
 def _show(spec: TrtLlmSpec, json_path: Path | None) -> None:
@@ -119,7 +117,10 @@ def _show(spec: TrtLlmSpec, json_path: Path | None) -> None:
 
 
 def plan_json(plan: TrtLlmPlan) -> dict[str, Any]:
-    """The whole plan as plain data. Sizes are bytes, times seconds; estimates, not measured."""
+    """The whole plan as plain data. Sizes are bytes, times seconds; estimates, not measured.
+
+    Keys are for the machine that is wanted; a build has those of the machine that it finds.
+    """
     from pydantic import TypeAdapter
 
     from build_scripts.trtllm.plan import TrtLlmPlan

@@ -84,12 +84,17 @@ def _steps(plan: TrtLlmPlan) -> RenderableType:
             does.append(f"\nafter {', '.join(step.after)}", style="dim")
         table.add_row(step.name, does, _minutes(step.time.seconds), size)
     table.columns[0].no_wrap = True
-    return Group(table, _note(f"About {plan.time_s / 60:.0f} min in all. {_times(plan)}"))
+    size = "Sizes are of the weights in them, at the least."
+    total = f"About {plan.time_s / 60:.0f} min in all, for orientation: no time here was measured."
+    return Group(table, _note(f"{size} {total}"), _note(_time_bases(plan)))
 
 
-def _times(plan: TrtLlmPlan) -> str:
-    build = plan.step(next(iter(plan.engines[0].arguments)))
-    return f"Times are for orientation, none was measured; {build.name}, for one, is a {build.time.basis}."
+def _time_bases(plan: TrtLlmPlan) -> str:
+    """What each time rests on, said once for steps of the same."""
+    by_basis: dict[str, list[str]] = {}
+    for step in plan.steps:
+        by_basis.setdefault(step.time.basis, []).append(step.name)
+    return "Times: " + "; ".join(f"{', '.join(names)} ({basis})" for basis, names in by_basis.items()) + "."
 
 
 def _profiles(plan: TrtLlmPlan) -> RenderableType:
