@@ -30,7 +30,7 @@ def render(plan: TrtLlmPlan) -> RenderableType:
         _calls(plan),
         _arguments(plan),
         _commands(plan),
-        _foot(plan),
+        *(_note(f"Note: {note}.") for note in plan.notes),
     )
     spaced: list[RenderableType] = []
     for part in parts:
@@ -255,10 +255,6 @@ def _lines(parts: list[str], width: int = 76) -> str:
             lines.append("   ")
         lines[-1] = f"{lines[-1]} {part}" if lines[-1] else part
     return " \\\n".join(lines)
-
-
-def _foot(plan: TrtLlmPlan) -> RenderableType:
-    return Group(*(_note(f"Note: {note}.") for note in plan.notes)) if plan.notes else Text("")
 
 
 def _minutes(seconds: float) -> str:
