@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -139,6 +140,17 @@ def test_what_was_written_is_read(bundle: Path) -> None:
     assert opened.manifest.cost.model.request_s(64) > 0.0
     assert opened.manifest.profiles.t_class(2) == 64
     assert opened.tokenizer_path.read_bytes() == FILES["tokenizer.json"]
+
+
+def test_a_manifest_is_written_as_it_always_was(bundle: Path) -> None:
+    """Byte for byte as by the first release: another way of writing would refuse every bundle out there."""
+    text = (bundle / MANIFEST).read_bytes()
+    assert open_bundle(bundle, host=HOST).manifest.bundle_id == (
+        "79c8c5be8d16aee8d7d6854295abf3887b7a4ff8db7105b17335a41179c66dd6"
+    )
+    assert hashlib.sha256(text).hexdigest() == (
+        "9b1e15d89382eed135042b7fc38108f82b4fa2b504adde57705e5ac46fe8a253"
+    )
 
 
 @given(st.sampled_from([*FILES, MANIFEST]), st.data())
