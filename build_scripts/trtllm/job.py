@@ -35,20 +35,18 @@ _TIME_MIN_S = 1_800.0  # and at least this long
 _PASS_TIMEOUT_S = 120.0  # the first pass of an engine makes its contexts
 
 
-def _open_engine(config: ChildConfig, python: Path) -> MeasurableEngine:
+def _open_engine(config: ChildConfig, python: Path, log: Path) -> MeasurableEngine:
     from engines.trtllm import open_engine
 
-    settings = ExecutorSettings(pass_timeout_s=_PASS_TIMEOUT_S)
-    engine: MeasurableEngine = open_engine(config, python, settings)
-    return engine
+    return open_engine(config, python, ExecutorSettings(pass_timeout_s=_PASS_TIMEOUT_S), log=log)
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a build reaches the machine by; tests give others."""
+    """What a build reaches the machine by; tests give others. open_engine: the last argument is its log."""
 
     host: Callable[[Path], GpuHost] = GpuHost.current
-    open_engine: Callable[[ChildConfig, Path], MeasurableEngine] = _open_engine
+    open_engine: Callable[[ChildConfig, Path, Path], MeasurableEngine] = _open_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +90,12 @@ class Job:
         data: dict[str, Any] = json.loads((self.store.folder(step) / name).read_text(encoding="utf-8"))
         return data
 
+    def log(self, name: str) -> Path:
+        """Where what a process says goes."""
+        logs = self.store.root / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        return logs / f"{name}.log"
+
     def inside(self, step: str, what: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of `what`, a step of `inside`, for the build step `step`. Raises BuildError."""
         estimate_s = max((s.time.seconds for s in self.plan.steps if s.name == step), default=0.0)
@@ -100,14 +104,14 @@ class Job:
             what,
             request,
             scratch=self.store.root / "scratch",
-            log=self.store.root / "logs" / (f"{step}.log" if what == step else f"{step}-{what}.log"),
+            log=self.log(step if what == step else f"{step}-{what}"),
             timeout_s=max(_TIME_MIN_S, _TIME_FACTOR * estimate_s),
             update=self.update,
         )
 
     @contextmanager
-    def open(self, directory: Path, kv_blocks: int) -> Iterator[MeasurableEngine]:
-        """The engine in `directory`, through the adapter."""
+    def open(self, step: str, directory: Path, kv_blocks: int) -> Iterator[MeasurableEngine]:
+        """The engine in `directory`, through the adapter, for the build step `step`."""
         spec = self.spec
         config = ChildConfig(
             driver=Driver.ENGINE,
@@ -121,7 +125,7 @@ class Job:
             kv_blocks=kv_blocks,
             dtype=spec.dtype,
         )
-        engine = self.tools.open_engine(config, spec.python)
+        engine = self.tools.open_engine(config, spec.python, self.log(f"{step}-{directory.name}"))
         try:
             yield engine
         finally:

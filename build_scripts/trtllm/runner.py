@@ -29,6 +29,7 @@ from build_scripts.trtllm.job import Job, Tools, write_json
 from build_scripts.trtllm.launch import run_inside
 from build_scripts.trtllm.plan import TrtLlmPlan, make_plan
 from build_scripts.trtllm.plan_steps import Target
+from build_scripts.trtllm.publish import publish
 from build_scripts.trtllm.spec import TrtLlmSpec
 from engines.base import EngineError, PassError
 from engines.bundle_base import MANIFEST, BundleMismatch
@@ -186,18 +187,30 @@ def _carry_out(job: Job, progress: Progress, force: bool) -> Path:
 
 
 def _publish(job: Job, progress: Progress) -> Path:
-    store, target = job.store, Path(job.spec.target)
+    """Put the bundle into its local folder, and into the store where one is named."""
+    store, spec = job.store, job.spec
+    remote = "://" in spec.out
+    target = store.root / "bundle" if remote else Path(spec.target)
     wanted = json.loads((store.folder("manifest") / MANIFEST).read_text(encoding="utf-8"))["bundle_id"]
-    if _published(target, job.host) == wanted:
+    here = _published(target, job.host) == wanted
+    if here and not remote:
         progress.skip("publish")
         return target
     progress.begin("publish", job.plan.step("publish").does)
-    fresh, old = store.root / "publish.new", store.root / "publish.old"
-    shutil.rmtree(old, ignore_errors=True)
-    swap_in(assemble.put_together(job, fresh), target, old)
-    bundle = open_gpu_bundle(target, host=job.host)
-    store_digests(target, bundle.manifest.files)
-    progress.end(f"{target} ({bundle.fingerprint[:12]})")
+    if not here:
+        fresh, old = store.root / "publish.new", store.root / "publish.old"
+        shutil.rmtree(old, ignore_errors=True)
+        swap_in(assemble.put_together(job, fresh), target, old)
+        store_digests(target, open_gpu_bundle(target, host=job.host).manifest.files)
+    where = str(target)
+    if remote:  # what is there already is not sent again
+        where = publish(
+            target,
+            spec.out,
+            name=spec.bundle_name,
+            told=lambda file, done, size: job.update(done / size, file),
+        )
+    progress.end(f"{where} ({wanted[:12]})")
     return target
 
 

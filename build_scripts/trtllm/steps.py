@@ -139,7 +139,7 @@ def choose(job: Job, out: Path) -> str:
         if len(builds) > 1:
             job.update(index / len(builds), f"timing {step}")
             blocks = job.kv_blocks([size], [activation_bytes(job.spec)])
-            with job.open(job.store.folder(step), blocks) as engine:
+            with job.open("choose", job.store.folder(step), blocks) as engine:
                 pass_s = measure.time_classes(engine, edges, budget_s)
         timed.append(measure.Timed(step, plugin, size, pass_s))
     choice = measure.choose(timed) if len(timed) > 1 else measure.Choice(timed[0].name, None, {})
@@ -179,7 +179,7 @@ def verify(job: Job, out: Path) -> str:
         name = engine.name.value
         job.update(0.5, f"one request a class on {name}")
         edges = [high for _, _, high in engine.ranges]
-        with job.open(job.engine_folder(name), blocks) as opened:
+        with job.open("verify", job.engine_folder(name), blocks) as opened:
             read[name] |= measure.verify(opened, edges, job.spec.requests_opt, job.spec.shape.vocab)
     read["sp"]["plan_ratio"], read["sp"]["plan_ratio_to"] = _growth(job, read)
     record = {
@@ -230,7 +230,7 @@ def calibrate(job: Job, out: Path) -> str:
     spec, blocks = job.spec, job.read("verify", VERIFIED)["kv_blocks"]
     shapes = measure.calibration_shapes(job.plan.classes, spec.context_tokens_max)
     job.update(0.0, f"measuring {len(shapes)} shapes for about {spec.calibration_s:.0f} s")
-    with job.open(job.engine_folder("sp"), blocks) as engine:
+    with job.open("calibrate", job.engine_folder("sp"), blocks) as engine:
         calibration = measure.calibrate(
             engine, shapes, spec.calibration_s, lambda share: job.update(share, "measuring")
         )
@@ -263,6 +263,6 @@ def calibrate(job: Job, out: Path) -> str:
 def _time_lp(job: Job, blocks: int) -> list[list[float]]:
     """(tokens, seconds) of passes on the LP engine, at the classes' edges: shown beside the SP engine's."""
     edges = measure.edges_within(job.plan.classes, job.spec.context_tokens_max)
-    with job.open(job.engine_folder("lp"), blocks) as engine:
+    with job.open("calibrate", job.engine_folder("lp"), blocks) as engine:
         timed = measure.time_classes(engine, edges, job.spec.calibration_s)
     return [[tokens, seconds] for tokens, seconds in sorted(timed.items())]

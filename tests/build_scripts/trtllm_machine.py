@@ -40,9 +40,9 @@ SHAPES = {
     "qwen2": ModelShape("tiny-qwen", 2, 64, 128, 4, 2, 16, 600, tied=True),
     "llama": ModelShape("tiny-llama", 2, 64, 128, 4, 2, 16, 600),
 }
-CONTEXT = 1_024
+CONTEXT = 2_048
 BLOCK = 32
-GPU_MIB = 2_400  # RESERVE_BYTES and little more: pools stay small
+GPU_MIB = 4_800  # RESERVE_BYTES for two engines and little more: pools stay small
 COST = CostModel(1e-4, 2e-3, 1e-9, 4e-6, 1e-8, 1e-9)
 # TensorRT's GEMMs are slower here where a pass is bound by compute, and equal where by memory.
 COSTS = {True: COST, False: replace(COST, beta=5e-6)}
@@ -198,6 +198,7 @@ def spec_for(directory: Path, python: Path, architecture: str = "qwen2", **chang
         "block_tokens": BLOCK,
         "lp_tokens_opt": 512,
         "calibration_s": 0.05,
+        "memory_share": 0.9 if changed.get("separate_lp") else 0.45,
     }
     return TrtLlmSpec(**{**fields, **changed})
 
@@ -274,7 +275,7 @@ class ModelEngine:
 def model_tools(opened: list[Opened] | None = None, **options: Any) -> Tools:
     """Tools that open a `ModelEngine`; `opened` hears of each."""
 
-    def open_engine(config: ChildConfig, python: Path) -> ModelEngine:
+    def open_engine(config: ChildConfig, python: Path, log: Path) -> ModelEngine:
         engine = ModelEngine(config, **options)
         if opened is not None:
             assert all(one.engine.closed for one in opened), "two engines at once on one GPU"
