@@ -8,6 +8,7 @@ forgotten.
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -161,6 +162,8 @@ class TritonLink:
 
 
 def _quiet(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """gRPC's poller wakes every loop of a process; the one that comes second finds nothing to read."""
-    if not isinstance(context.get("exception"), BlockingIOError):
+    """gRPC has one poller for all loops of a process and wakes them all: the one that comes second finds nothing
+    to read or, when the last channel was just closed, no poller."""
+    error = context.get("exception")
+    if not (isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EBADF)):
         loop.default_exception_handler(context)

@@ -5,7 +5,8 @@ does not declare: names, types, shapes with the batch dimension, sizes in bytes,
 outputs. As the real one does, it says what is wrong as text in the stream, ends requests whose client is
 gone, flags the last response of a request, and forgets a request's id with it.
 
-Iterations run in a thread, freely, or one by one where a test holds the server (`hold`, `allow`).
+Iterations run in a thread, freely, or one by one where a test holds the server (`hold`, `allow`). Without
+that thread (`stepped`) they run when somebody calls `step`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,13 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """One server. executor: as configured. directory: of the model in its repository."""
 
     def __init__(
-        self, directory: Path, executor: FakeExecutor, *, port: int = 0, credentials: Any = None
+        self,
+        directory: Path,
+        executor: FakeExecutor,
+        *,
+        port: int = 0,
+        credentials: Any = None,
+        stepped: bool = False,
     ) -> None:
         self.config = read_config(directory)
         self.executor = executor
@@ -76,6 +83,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.requests: list[Seen] = []
         self.cancelled: list[str] = []  # ids of requests whose stream was cancelled before their end
         self.stopped: list[str] = []  # ids of requests that a stop request has ended
+        self.enqueued: list[str] = []  # ids of requests that the executor got
         self._declared = {tensor.name: tensor for tensor in self.config.input}
         self._table = {tensor.name: tensor for tensor in tensor_table().inputs}
         self._outputs = {tensor.name for tensor in self.config.output}
@@ -83,7 +91,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self._free, self._steps, self._news, self._stopped = True, 0, False, False
         self._answers: dict[int, queue.SimpleQueue[FakeResponse | None]] = {}
         self._ids: dict[str, int] = {}
-        self._pump = threading.Thread(target=self._run, name="fake-triton", daemon=True)
+        self._pump = None if stepped else threading.Thread(target=self._run, name="fake-triton", daemon=True)
         self._server = grpc.server(ThreadPoolExecutor(64), options=[("grpc.so_reuseport", 1)])
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
         address = f"127.0.0.1:{port}"
@@ -92,7 +100,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         else:
             self.port = self._server.add_secure_port(address, credentials)
         self._server.start()
-        self._pump.start()
+        if self._pump is not None:
+            self._pump.start()
 
     @property
     def url(self) -> str:
@@ -106,7 +115,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         for waiting in list(self._answers.values()):
             waiting.put(None)
         self._server.stop(0).wait()
-        self._pump.join(10)
+        if self._pump is not None:
+            self._pump.join(10)
         self.executor.shutdown()
 
     def hold(self) -> None:
@@ -119,6 +129,17 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             self._free = steps is None
             self._steps += steps or 0
             self._changed.notify_all()
+
+    def step(self) -> tuple[bool, list[str]]:
+        """An iteration, if there is any: whether there was, and ids of the requests that it answers."""
+        with self._changed:
+            moved = self.executor.step()
+            responses = self.executor.await_responses(0.0, only_ready=True)
+            names = {value: name for name, value in self._ids.items()}
+            answered = [r for r in responses if r.request_id in self._answers]
+            for response in responses:
+                self._hand_out(response)
+        return moved or bool(responses), [names[response.request_id] for response in answered]
 
     # --- the service ---
 
@@ -215,6 +236,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             executor_id = self.executor.enqueue_requests([made])[0]
             self._answers[executor_id] = waiting
             self._ids[request.id] = executor_id
+            self.enqueued.append(request.id)
             self._news = True
             self._changed.notify_all()
         context.add_callback(lambda: self._stream_ended(request.id, executor_id))
