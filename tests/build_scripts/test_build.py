@@ -242,7 +242,7 @@ def test_the_command_checks_a_bundle(built: BuildSpec, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--backend", "trtllm"), "not built here yet: comes with the TensorRT-LLM pipeline"),
+        (("--backend", "abacus"), "use openvino_cpu or trtllm"),
         (("--model", "gpt"), "model 'gpt' is not known"),
         (("--gguf", "absent.gguf"), "no such file"),
     ],

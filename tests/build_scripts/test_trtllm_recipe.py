@@ -22,6 +22,8 @@ from build_scripts.trtllm.spec import EngineName, TrtLlmSpec, trtllm_spec
 from engines.trtllm_profiles import profile_ranges
 
 SURFACE = Path(__file__).parents[3] / "shared" / "trtllm_api" / "surface.json"
+OWN_TABLE = Path(__file__).parents[1] / "executor_fakes" / "surface.json"  # the project's own, by stratum
+STRATA = ("S1", "S2", "S3")  # any of which may be what 1.2.1 has
 PATHS: dict[str, str | None] = {
     "checkpoint": "a",
     "converted": "b",
@@ -82,6 +84,32 @@ def test_every_field_is_named_and_exists_everywhere(
     assert set(recipe["plugin_config"]) <= oldest & newer
     assert newer - set(recipe["plugin_config"]) <= set(NOT_NAMED)
     assert set(recipe["load"]) <= parameters(surface, "PretrainedModel", "from_checkpoint")
+
+
+@pytest.mark.parametrize("stratum", STRATA)
+@pytest.mark.parametrize("case", SPECS)
+@pytest.mark.parametrize(("engine", "plugin"), BUILDS)
+def test_each_stratum_takes_every_argument(
+    stratum: str, case: TrtLlmSpec, engine: EngineName, plugin: bool
+) -> None:
+    table = json.loads(OWN_TABLE.read_text(encoding="utf-8"))
+    mine = {entry["name"]: entry for entry in table["symbols"] if stratum in entry["strata"]}
+
+    def takes(name: str) -> set[str]:
+        return {parameter[0] for parameter in mine[name]["params"]}
+
+    def method(name: str, called: str) -> set[str]:
+        return {parameter[0] for parameter in mine[name]["methods"][called]}
+
+    build, convert = build_arguments(case, engine, plugin), convert_arguments(case)
+    assert set(build["build_config"]) | {"plugin_config"} <= takes("BuildConfig")
+    assert set(build["plugin_config"]) <= takes("PluginConfig")
+    assert set(build["load"]) <= method("PretrainedModel", "from_checkpoint")
+    assert set(convert["mapping"]) <= takes("Mapping")
+    assert set(convert["quant_config"] or {}) <= takes("QuantConfig")
+    given = {*convert["arguments"], "mapping", "quant_config"}
+    assert given <= method(convert["model_class"], convert["call"])
+    assert set(convert["save"] or {}) <= method("PretrainedModel", "save_checkpoint")
 
 
 def test_what_differs_from_a_default_was_chosen(surface: dict[str, Any]) -> None:
