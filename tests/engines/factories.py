@@ -15,9 +15,11 @@ import pytest
 
 from engines.base import Engine
 from engines.cost_model import CostModel
+from engines.executor.engine import ExecutorEngine
 from engines.profiles import Profiles
 from engines.simulated import SimulatedEngine, SimulatedModel
 from engines.types import Capabilities, Chunking, DecodeMode, EngineRequest, Layout, Padding, Sampling
+from tests.executor_fakes.link import InProcessLink
 
 if TYPE_CHECKING:
     from engines.openvino_model import PackedModel
@@ -35,7 +37,14 @@ def simulated(
     decode: DecodeMode = DecodeMode.ALTERNATES,
     layer_blocks_max: int = 1,
 ) -> Engine:
-    capabilities = Capabilities(
+    capabilities = _capabilities(profiles, chunking, decode, layer_blocks_max)
+    return SimulatedEngine(SimulatedModel(capabilities, profiles, _COST), sleep=lambda seconds: None)
+
+
+def _capabilities(
+    profiles: Profiles, chunking: Chunking, decode: DecodeMode, layer_blocks_max: int = 1
+) -> Capabilities:
+    return Capabilities(
         layout=profiles.layout,
         padding=profiles.padding,
         chunking=chunking,
@@ -47,7 +56,6 @@ def simulated(
         kv_blocks_total=24,
         layer_blocks_max=layer_blocks_max,
     )
-    return SimulatedEngine(SimulatedModel(capabilities, profiles, _COST), sleep=lambda seconds: None)
 
 
 def packed_unpadded(directory: Path) -> Engine:
@@ -83,6 +91,24 @@ def openvino(directory: Path) -> Engine:
 
     profiles = Profiles(Layout.PACKED, Padding.CLASS, (16, 64), (0, 192, 768), block_mask=True)
     return OpenVinoCpuEngine(_compiled(directory), profiles, _OPENVINO_BLOCKS * BLOCK_TOKENS)
+
+
+def executor(directory: Path) -> Engine:
+    """The engine over executors, over one in this process. Clock and iterations stand still between calls."""
+    profiles = Profiles(Layout.PACKED, Padding.NOTHING, _T_CLASSES)
+    capabilities = _capabilities(profiles, Chunking.PREFIX_REUSE, DecodeMode.BESIDE)
+    link = InProcessLink()
+    made = ExecutorEngine(link, capabilities, profiles, fingerprint="fake-bundle", clock=link.clock)
+    made.start()
+    return made
+
+
+def triton_server(directory: Path) -> Engine:
+    """The same executor behind a Triton server on this machine, as still between calls."""
+    pytest.importorskip("tritonclient.grpc")
+    from tests.executor_fakes.triton_small import stepped_engine
+
+    return stepped_engine(directory, Profiles(Layout.PACKED, Padding.NOTHING, _T_CLASSES))
 
 
 @cache
@@ -151,6 +177,8 @@ FACTORIES: Mapping[str, Callable[[Path], Engine]] = {
     "rectangular_cells": rectangular_cells,
     "rectangular_classes": rectangular_classes,
     "openvino": openvino,
+    "executor": executor,
+    "triton_server": triton_server,
     "torch_cuda": torch_cuda,
     "torch_cuda_classes": torch_cuda_classes,
 }
@@ -168,6 +196,12 @@ def asked(request_id: str, tokens: int, max_new_tokens: int = 1, family: int = 0
 def parts_are_requests(engine: Engine) -> bool:
     """Whether a part of a prompt that does not end it must end with a block."""
     return engine.capabilities.chunking is Chunking.PREFIX_REUSE
+
+
+def batches_by_itself(engine: Engine) -> bool:
+    """Whether an executor decides when what runs: a pass may run in several iterations, the tokens of what
+    decodes beside it come when they come, and what a part left in the cache may go within the pass."""
+    return isinstance(engine, ExecutorEngine)
 
 
 def part_tokens(engine: Engine, tokens: int, history: int, prompt_tokens: int) -> int:
