@@ -162,8 +162,8 @@ class TritonLink:
 
 
 def _quiet(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """gRPC has one poller for all loops of a process and wakes them all: the one that comes second finds nothing
-    to read or, when the last channel was just closed, no poller."""
+    """gRPC has one poller for all loops of a process and wakes them all. The one that comes second finds
+    nothing to read or, when the last channel was just closed, no poller."""
     error = context.get("exception")
     if not (isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EBADF)):
         loop.default_exception_handler(context)

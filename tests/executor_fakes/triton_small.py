@@ -55,9 +55,9 @@ class SteppedLink:
     def __init__(self, repository: Path, iteration_s: float = 0.001) -> None:
         self.now_s = 0.0
         self._iteration_s = iteration_s
-        self._server = FakeTriton(write_small(repository), small_executor(), stepped=True)
+        self.server = FakeTriton(write_small(repository), small_executor(), stepped=True)
         self._open: set[str] = set()
-        self._link = TritonLink(options_for(self._server.url))
+        self._link = TritonLink(options_for(self.server.url))
 
     def clock(self) -> float:
         return self.now_s
@@ -69,17 +69,17 @@ class SteppedLink:
         for call in calls:
             self._link.enqueue([call])
             self._open.add(call.call_id)
-            _until(lambda call=call: _among(self._server.enqueued, call.call_id))
+            _until(lambda call=call: _among(self.server.enqueued, call.call_id))
 
     def cancel(self, call_id: str) -> None:
         self._link.cancel(call_id)
         if call_id in self._open:
-            _until(lambda: _among(self._server.stopped, call_id))
+            _until(lambda: _among(self.server.stopped, call_id))
 
     def receive(self, timeout_s: float) -> Sequence[Report]:
         until_s = self.now_s + timeout_s
         while True:
-            moved, answered = self._server.step() if self.now_s < until_s else (False, [])
+            moved, answered = self.server.step() if self.now_s < until_s else (False, [])
             self.now_s += self._iteration_s if moved else 0.0
             if answered:
                 return self._fetch(answered)
@@ -89,7 +89,7 @@ class SteppedLink:
 
     def close(self) -> None:
         self._link.close()
-        self._server.stop()
+        self.server.stop()
 
     def _fetch(self, answered: list[str]) -> list[Report]:
         """The answers that an iteration made, in its order; streams bring them in any."""

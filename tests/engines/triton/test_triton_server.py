@@ -6,23 +6,26 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.executor.engine import ExecutorEngine
 from engines.executor.types import Answer, Call, CallKind, ContextTicket, Ending, ExecutorRole, LinkLost
+from engines.profiles import Profiles
 from engines.triton_link import TritonLink
 from engines.triton_options import CancelBy
-from engines.triton_server import open_engine
+from engines.triton_server import capabilities, open_engine
 from engines.triton_tensors import tensor_table
-from engines.types import EngineRequest, Pass, PassItem, PassKind, Sampling
+from engines.types import EngineRequest, Layout, Padding, Pass, PassItem, PassKind, Sampling
 from tests.engines.triton.conftest import Serve
 from tests.executor_fakes.messages import make_token
 from tests.executor_fakes.model import VOCABULARY
 from tests.executor_fakes.triton import VERSION, FakeTriton
-from tests.executor_fakes.triton_small import FINGERPRINT, options_for
+from tests.executor_fakes.triton_small import FINGERPRINT, SteppedLink, options_for
 from tests.executor_fakes.vices import NEVER, Vices
 
 Connect = Callable[..., TritonLink]
@@ -528,6 +531,30 @@ def test_an_engine_survives_a_restart_of_its_server(serve: Serve) -> None:
             prefilled(engine, replace(request, request_id="s"))
         assert prefilled(engine, replace(request, request_id="t")) == expected(call())[:1]
         assert dict(engine.stats().incidents)["restarted"] == 1
+    finally:
+        engine.close()
+
+
+def test_an_engine_without_cache_events_learns_of_evictions_from_answers(tmp_path: Path) -> None:
+    """It thinks that the prompt is cached, the server has lost it: less was reused, and the rest came out."""
+    link = SteppedLink(tmp_path)
+    options = options_for("localhost:8001")
+    profiles = Profiles(Layout.PACKED, Padding.NOTHING, (64,))
+    engine = ExecutorEngine(link, capabilities(options), profiles, fingerprint=FINGERPRINT, clock=link.clock)
+    engine.start()
+    request = EngineRequest("r", call(tokens=40).token_ids, 1, Sampling(ignore_eos=True))
+    try:
+        assert prefilled(engine, request) == expected(call(tokens=40))[:1]
+        assert engine.stats().kv_blocks_cached == 5
+        link.server.executor.pool.evict_idle()
+        engine.submit(replace(request, request_id="s"))
+        item = engine.execute(Pass(2, PassKind.PREFILL, (PassItem("s", 40, 0),))).items[0]
+        assert (item.reused, item.computed, item.position) == (0, 40, 40)
+        assert item.token == expected(call(tokens=40))[0]
+        assert dict(engine.stats().incidents)["evicted"] == 1
+        engine.submit(replace(request, request_id="t"))
+        item = engine.execute(Pass(3, PassKind.PREFILL, (PassItem("t", 40, 0),))).items[0]
+        assert (item.reused, item.computed) == (32, 8)  # the last token is always computed, with its block
     finally:
         engine.close()
 
