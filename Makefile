@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check lab lab-smoke protos clean
+.PHONY: setup demo test check lab lab-smoke gpu-check protos clean
 
 setup: $(STAMP)
 
@@ -27,6 +27,14 @@ lab-smoke: setup
 
 lab: setup
 	$(BIN)/plaserve lab page
+
+# On a GPU machine: the tests that need one, then every measurement (docs/gpu.md). It installs nothing: GPU_PYTHON
+# needs torch, numpy and pytest. GPU_OPTIONS goes to the measurement, e.g. GPU_OPTIONS='--minutes 30'.
+GPU_PYTHON ?= $(PYTHON)
+
+gpu-check:
+	$(GPU_PYTHON) -m pytest -c tests/gpu/bare.ini --rootdir=. --confcutdir=tests/gpu tests/gpu
+	$(GPU_PYTHON) -m build_scripts.gpu.measure --out auto $(GPU_OPTIONS)
 
 check: setup
 	$(BIN)/ruff check .

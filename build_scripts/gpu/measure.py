@@ -1,4 +1,4 @@
-"""Measure everything on a GPU machine: python -m build_scripts.gpu.measure --out DIR
+"""Measure everything on a GPU machine: python -m build_scripts.gpu.measure
 
 Needs torch and numpy and this checkout, nothing else; weights are random and made on the device. Each part
 writes one CSV, a row at a time, and run.json beside them says on what, and how each part ended. A part that
@@ -13,11 +13,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import platform
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,7 @@ PARTS = (
     Part("kernels", part_launch.KERNEL_COLUMNS, part_launch.run_kernels, 0.3, last=True),
 )
 MODELS = "qwen2.5-7b,qwen2.5-14b,qwen2.5-32b"
+NO_GPU = "device cuda: torch sees no GPU; use --device cpu --scale tiny for a trial run"
 _MINUTES = 9.0
 _END_S = 10.0  # kept for the last row, which may be slow, and the summary
 
@@ -98,7 +102,7 @@ def measure(
         raise ValueError(f"model {unknown[0]!r} is not known; known are {', '.join(known_models())}")
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
-            raise ValueError("device cuda: torch sees no GPU; use --device cpu --scale tiny for a trial run")
+            raise ValueError(NO_GPU)
         torch.cuda.set_device(torch.device(device))
     out.mkdir(parents=True, exist_ok=True)
     old = [part.file for part in PARTS if (out / part.file).exists()]
@@ -194,9 +198,22 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
+def default_directory(device: str) -> Path:
+    """var/gpu/CARD-DATE, below the working directory. Raises ValueError where there is no such device."""
+    name = platform.machine()
+    if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise ValueError(NO_GPU)
+        name = torch.cuda.get_device_name(device)
+    card = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return Path("var") / "gpu" / f"{card}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m build_scripts.gpu.measure", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="a new directory for the tables")
+    parser.add_argument(
+        "--out", default="auto", help="a new directory for the tables; auto: var/gpu/CARD-DATE (the default)"
+    )
     parser.add_argument("--models", default=MODELS, help=f"names of shipped shapes; default {MODELS}")
     parser.add_argument("--minutes", type=float, default=_MINUTES, help="for the whole run; default 9")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu; default cuda")
@@ -204,10 +221,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     models = [name for name in options.models.split(",") if name]
     try:
-        measure(options.out, models, options.minutes, options.device, options.scale)
+        out = default_directory(options.device) if options.out == "auto" else Path(options.out)
+        measure(out, models, options.minutes, options.device, options.scale)
     except ValueError as error:
         parser.error(str(error))
-    print(summarize(options.out))  # noqa: T201
+    print(summarize(out))  # noqa: T201
+    print(f"\nWritten to {out}")  # noqa: T201
     return 0
 
 
