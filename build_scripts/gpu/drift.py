@@ -14,6 +14,7 @@ nothing can be said of its parameters, and that is listed too.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -100,10 +101,9 @@ def parameters(of: Any) -> set[str] | None:
     fields = getattr(of, "model_fields", None)
     if isinstance(fields, dict):
         return set(fields)
-    try:
-        named = inspect.signature(of).parameters
-    except (ValueError, TypeError):
-        named = {}
+    named: dict[str, inspect.Parameter] = {}
+    with contextlib.suppress(ValueError, TypeError):
+        named = dict(inspect.signature(of).parameters)
     if named and not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in named.values()):
         return set(named)
     text = f"{getattr(getattr(of, '__init__', None), '__doc__', '')}\n{getattr(of, '__doc__', '')}"

@@ -1,8 +1,7 @@
 """sm_split.csv: a prefill pass and decode steps beside each other, each on its share of the SMs.
 
-A green context holds some SMs of the GPU; work on its stream runs on no others. torch offers them since 2.9:
-until 2.11 a context is set and popped and its default stream used, from 2.12 on it has a stream of its own.
-`sharing` is `green` for such a split, `streams` for two ordinary streams on all SMs, for comparison.
+`sharing` is `green` for a split by green contexts (`build_scripts.gpu.green`), `streams` for two ordinary
+streams on all SMs, for comparison. The SMs are those that the driver gave, which rounds.
 
 Both sides run eager and are issued by one thread, prefill first; `overlap_ratio` says for which part of the
 longer side both ran. `prefill_alone_ms` and `decode_alone_ms` are on the same share with nothing beside.
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from build_scripts.gpu.bench import Bench, Deadline, Skip, Table
+from build_scripts.gpu.green import NoGreenContexts, load_driver, split
 
 COLUMNS = (
     "model",
@@ -51,20 +51,19 @@ def run(bench: Bench, table: Table, deadline: Deadline) -> str:
         prefill(), decode()
     torch.cuda.synchronize()
     total = torch.cuda.get_device_properties(bench.device).multi_processor_count
-    sides = (prefill, decode)
-    _row(bench, table, "streams", (total, total), (_stream_lane(), _stream_lane()), sides)
-    done, notes = 1, []
-    for decode_sms in shares(total):
-        if deadline.passed:
-            notes.append("out of time")
-            break
-        try:
-            lanes = green_lane(total - decode_sms), green_lane(decode_sms)
-            _row(bench, table, "green", (total - decode_sms, decode_sms), lanes, sides)
-        except (RuntimeError, TypeError, AttributeError, ImportError) as error:
-            raise Skip(f"{done} rows, then green contexts failed: {type(error).__name__}: {error}") from error
-        done += 1
-    return "; ".join([f"{done} rows", *notes])
+    lanes = stream_lane(torch.cuda.Stream()), stream_lane(torch.cuda.Stream())
+    _row(bench, table, "streams", (total, total), lanes, (prefill, decode))
+    try:
+        driver = load_driver()
+        for sms in shares(total):
+            if deadline.passed:
+                return "out of time"
+            ours, others = split(driver, torch.cuda.current_device(), total, sms)
+            lanes = _external_lane(others.stream), _external_lane(ours.stream)
+            _row(bench, table, "green", (others.sms, ours.sms), lanes, (prefill, decode))
+    except NoGreenContexts as reason:
+        raise Skip(f"no shares of SMs: {reason}") from reason
+    return ""
 
 
 def shares(total: int) -> list[int]:
@@ -73,37 +72,19 @@ def shares(total: int) -> list[int]:
     return sorted(sms for sms in rounded if sms <= total - _SM_STEP)
 
 
-def green_lane(sms: int) -> Lane:
-    """Where work runs on `sms` SMs only. Raises RuntimeError, AttributeError or ImportError without them."""
-    from torch.cuda.green_contexts import GreenContext
-
-    context: Any = GreenContext.create(num_sms=sms)
-    if hasattr(context, "Stream"):
-        own = context.Stream()
-        return lambda: _on_stream(own)
-    parent = torch.cuda.Stream()  # of its own: popping makes the stream below wait for the context's work
+def stream_lane(stream: Any) -> Lane:
+    """Where work goes to `stream`."""
 
     @contextlib.contextmanager
     def lane() -> Iterator[None]:
-        with torch.cuda.stream(parent):
-            context.set_context()
-            try:
-                yield
-            finally:
-                context.pop_context()
+        with torch.cuda.stream(stream):
+            yield
 
     return lane
 
 
-def _stream_lane() -> Lane:
-    stream = torch.cuda.Stream()
-    return lambda: _on_stream(stream)
-
-
-@contextlib.contextmanager
-def _on_stream(stream: Any) -> Iterator[None]:
-    with torch.cuda.stream(stream):
-        yield
+def _external_lane(handle: int) -> Lane:
+    return stream_lane(torch.cuda.ExternalStream(handle))
 
 
 def _row(

@@ -194,45 +194,6 @@ def test_beside_each_other_on_played_streams(tmp_path: Path, monkeypatch: pytest
     assert float(row["overlap_ratio"]) == 1.0
 
 
-@pytest.mark.parametrize("own_stream", [True, False])
-def test_green_contexts_of_both_kinds(own_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stream of its own where torch gives one; else set and popped, under a stream of ours."""
-    import contextlib
-
-    import torch.cuda.green_contexts as green
-
-    said: list[str] = []
-
-    class Played:
-        def set_context(self) -> None:
-            said.append("set")
-
-        def pop_context(self) -> None:
-            said.append("popped")
-
-    class WithStream(Played):
-        def Stream(self) -> str:  # noqa: N802 - its name in torch
-            return "own"
-
-    class Context:
-        @staticmethod
-        def create(num_sms: int) -> Played:
-            assert num_sms == 32
-            return WithStream() if own_stream else Played()
-
-    @contextlib.contextmanager
-    def on(stream: str) -> Any:
-        said.append(stream)
-        yield
-
-    monkeypatch.setattr(green, "GreenContext", Context)
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: "ours")
-    with part_sm_split.green_lane(32)():
-        said.append("work")
-    assert said == (["own", "work"] if own_stream else ["ours", "set", "work", "popped"])
-
-
 BLOCK = """
 import sys
 ALLOWED = sys.stdlib_module_names | {"torch", "numpy", "engines", "build_scripts"}

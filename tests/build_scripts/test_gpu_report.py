@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from build_scripts.gpu import drift
+from build_scripts.gpu import drift, green
 from build_scripts.gpu.columns import PREFILL
 from build_scripts.gpu.report import compare, main, render
 from engines.cost_model import PassShape
@@ -63,6 +63,67 @@ def test_the_shipped_model_is_held_against_the_rows(
 def test_a_directory_without_a_measurement_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main([str(tmp_path)])
+
+
+# --- shares of a GPU, by a driver that is played ---
+
+
+class Driver:
+    """Rounds a group of SMs up to a multiple of 8, as recent GPUs do, and hands out what it was given."""
+
+    def __init__(self, total: int = 132, fails: str | None = None) -> None:
+        self.total, self.fails = total, fails
+        self.contexts: list[int] = []  # SMs of each
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        played = getattr(self, "_" + name)
+        return lambda *arguments: 801 if name == self.fails else played(*arguments) or 0
+
+    def _cuDeviceGet(self, device: Any, ordinal: Any) -> None:  # noqa: N802
+        device._obj.value = ordinal.value
+
+    def _cuDeviceGetDevResource(self, device: Any, whole: Any, kind: Any) -> None:  # noqa: N802
+        assert kind.value == 1
+        whole[96:100] = self.total.to_bytes(4, "little")
+
+    def _cuDevSmResourceSplitByCount(self, group: Any, groups: Any, whole: Any, rest: Any, *n: Any) -> None:  # noqa: N802
+        flags, least = (value.value for value in n)
+        assert (groups._obj.value, flags) == (1, 0)
+        count = min(self.total, -(-least // 8) * 8)
+        group[96:100] = count.to_bytes(4, "little")
+        rest[96:100] = (self.total - count).to_bytes(4, "little")
+
+    def _cuDevResourceGenerateDesc(self, description: Any, resource: Any, count: Any) -> None:  # noqa: N802
+        description._obj.value = int.from_bytes(resource[96:100], "little")
+
+    def _cuGreenCtxCreate(self, context: Any, description: Any, device: Any, flags: Any) -> None:  # noqa: N802
+        self.contexts.append(description.value)
+        context._obj.value = len(self.contexts)
+
+    def _cuGreenCtxStreamCreate(self, stream: Any, context: Any, flags: Any, priority: Any) -> None:  # noqa: N802
+        assert flags.value == 1
+        stream._obj.value = 1000 + context.value
+
+
+@pytest.mark.parametrize("sms", [8, 12, 64, 120])
+def test_a_split_gives_both_sides_sms_of_their_own(sms: int) -> None:
+    driver = Driver()
+    ours, others = green.split(driver, 0, 132, sms)
+    assert ours.sms >= sms
+    assert ours.sms + others.sms == 132
+    assert driver.contexts == [ours.sms, others.sms]
+    assert (ours.stream, others.stream) == (1001, 1002)
+
+
+def test_a_driver_that_is_not_as_expected_is_named() -> None:
+    with pytest.raises(green.NoGreenContexts, match="otherwise than expected"):
+        green.split(Driver(total=80), 0, 132, 16)
+    with pytest.raises(green.NoGreenContexts, match="cuGreenCtxCreate failed with CUDA error 801"):
+        green.split(Driver(fails="cuGreenCtxCreate"), 0, 132, 16)
+    with pytest.raises(green.NoGreenContexts, match="gave 132 and 0"):
+        green.split(Driver(), 0, 132, 131)
 
 
 # --- drift of TensorRT-LLM ---
