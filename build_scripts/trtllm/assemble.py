@@ -12,9 +12,10 @@ from build_scripts.trtllm.plan_steps import MEASURED
 from build_scripts.trtllm.spec import Quantisation
 from build_scripts.trtllm.text import read_text
 from engines.bundle_base import CALIBRATION, MANIFEST, TOKENIZER, Cost, File
-from engines.gpu_bundle import gpu_identity
+from engines.gpu_bundle import gpu_identity, store_digest
 from engines.gpu_engine_config import build_config_digest
 from engines.gpu_manifest import (
+    DIGEST_BYTES,
     TIMING_CACHE,
     TRTLLM,
     Candidate,
@@ -53,12 +54,17 @@ def bundle_files(job: Job) -> dict[str, tuple[str, str]]:
 
 
 def put_together(job: Job, out: Path) -> Path:
-    """The whole bundle in `out`, by links to the steps' outputs where the file system has them."""
+    """The whole bundle in `out`, by links to the steps' outputs where the file system has them.
+
+    Plans of gigabytes are known by the digests that their steps were recorded with, and not hashed again.
+    """
     shutil.rmtree(out, ignore_errors=True)
     for name, (step, source) in {**bundle_files(job), MANIFEST: ("manifest", MANIFEST)}.items():
         target = out / name
         target.parent.mkdir(parents=True, exist_ok=True)
         link_or_copy(job.store.folder(step) / source, target)
+        if target.stat().st_size > DIGEST_BYTES:
+            store_digest(target, job.store.digests(step)[source])
     return out
 
 

@@ -19,7 +19,10 @@ A process a step, because a build may change what it was given, leaves GPU memor
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -49,6 +52,7 @@ def main(arguments: list[str]) -> int:
         print(f"usage: python -m build_scripts.trtllm.inside {'|'.join(STEPS)} REQUEST.json", file=sys.stderr)  # noqa: T201
         return 2
     step, path = arguments
+    _end_with_parent()
     request = json.loads(Path(path).read_text(encoding="utf-8"))
     result = Path(request.pop("result"))
     try:
@@ -64,6 +68,15 @@ def main(arguments: list[str]) -> int:
         answer = {"ok": False, "reason": reason, "remedy": remedy}
     _write(result, answer)
     return 0 if answer["ok"] else 1
+
+
+def _end_with_parent() -> None:
+    """A build that is killed must not leave a step behind that writes where the next build works."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended just before
+        sys.exit(1)
 
 
 def tell(share: float, words: str) -> None:
@@ -84,7 +97,7 @@ def _explained(step: str, error: Exception) -> tuple[str, str]:
         )
     if "out of memory" in said.lower():
         return said, "free the GPU, or build with a smaller pass_tokens_max or with FP8"
-    if isinstance(error, (TypeError, AttributeError)):
+    if isinstance(error, (TypeError, AttributeError)) or "Extra inputs are not permitted" in said:
         return f"tensorrt_llm refused the call of step {step} ({said})", _PIN
     return said, "read the log of the step"
 

@@ -25,7 +25,7 @@ from build_scripts.spec import BuildError
 from build_scripts.store import Store, swap_in
 from build_scripts.trtllm import assemble, checkpoint, inside, steps
 from build_scripts.trtllm.checkpoint import CheckpointError
-from build_scripts.trtllm.job import Job, Tools, write_json
+from build_scripts.trtllm.job import VERIFIED, Job, Tools, write_json
 from build_scripts.trtllm.launch import run_inside
 from build_scripts.trtllm.plan import TrtLlmPlan, make_plan
 from build_scripts.trtllm.plan_steps import Target
@@ -34,7 +34,7 @@ from build_scripts.trtllm.spec import TrtLlmSpec
 from engines.base import EngineError, PassError
 from engines.bundle_base import MANIFEST, BundleMismatch
 from engines.executor.types import BackendUnavailable, LinkLost
-from engines.gpu_bundle import open_gpu_bundle, store_digests
+from engines.gpu_bundle import open_gpu_bundle
 from engines.gpu_host import Gpu, GpuHost
 from engines.trtllm_child.guard import PINNED, check_version
 
@@ -70,9 +70,7 @@ def build(
         target = find_target(spec, host, gpu)
         make_plan(spec, target)  # refuses what does not fit before anything is read or downloaded
         if spec.checkpoint is not None:
-            checkpoint.check_checkpoint(
-                spec.checkpoint, spec.architecture, spec.shape, spec.context_tokens_max
-            )
+            steps.check_source(spec, spec.checkpoint)
         store = Store(spec.work_dir.resolve(), quick=True)
         with store.lock():
             source = _source(spec, store, force)
@@ -102,6 +100,8 @@ def find_gpu(spec: TrtLlmSpec, host: GpuHost) -> Gpu:
 def find_target(spec: TrtLlmSpec, host: GpuHost, gpu: Gpu) -> Target:
     """What engines built here are bound to. Raises BuildError or BackendUnavailable."""
     for name in ("tensorrt_llm", "tensorrt"):
+        if name == "tensorrt" and host.tensorrt_llm is not None:
+            check_version(host.tensorrt_llm)  # later lines have no TensorRT
         if getattr(host, name) is None:
             raise BuildError(
                 f"{spec.python} has no {name}: {host.no_versions or 'it is not installed there'}; install "
@@ -109,7 +109,6 @@ def find_target(spec: TrtLlmSpec, host: GpuHost, gpu: Gpu) -> Target:
             )
     assert host.tensorrt_llm is not None
     assert host.tensorrt is not None
-    check_version(host.tensorrt_llm)
     return Target(host.tensorrt_llm, host.tensorrt, gpu.name, gpu.compute_capability, measured=True)
 
 
@@ -177,13 +176,23 @@ def _plan(spec: TrtLlmSpec, target: Target, source: _Source) -> TrtLlmPlan:
 def _carry_out(job: Job, progress: Progress, force: bool) -> Path:
     actions, store = _actions(job), job.store
     for step in job.plan.steps[:-1]:
-        if store.done(step.name, step.key, step.after) and not (force and step.name != "fetch"):
+        again = (force and step.name != "fetch") or (step.name == "verify" and _other_driver(job))
+        if store.done(step.name, step.key, step.after) and not again:
             progress.skip(step.name)
             continue
         progress.begin(step.name, step.does)
         progress.end(actions[step.name](store.begin(step.name)))
         store.commit(step.name, step.key, step.after)
     return _publish(job, progress)
+
+
+def _other_driver(job: Job) -> bool:
+    """Whether the engines were verified under another branch of the driver: then they are verified again."""
+    try:
+        verified = str(job.read("verify", VERIFIED)["driver"])
+    except (OSError, ValueError, KeyError):
+        return False
+    return verified.partition(".")[0] != job.gpu.driver.partition(".")[0]
 
 
 def _publish(job: Job, progress: Progress) -> Path:
@@ -201,7 +210,7 @@ def _publish(job: Job, progress: Progress) -> Path:
         fresh, old = store.root / "publish.new", store.root / "publish.old"
         shutil.rmtree(old, ignore_errors=True)
         swap_in(assemble.put_together(job, fresh), target, old)
-        store_digests(target, open_gpu_bundle(target, host=job.host).manifest.files)
+        open_gpu_bundle(target, host=job.host)
     where = str(target)
     if remote:  # what is there already is not sent again
         where = publish(

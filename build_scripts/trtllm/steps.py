@@ -20,7 +20,8 @@ from build_scripts.trtllm.estimates import activation_bytes, weight_bytes
 from build_scripts.trtllm.job import CHOICE, ENVIRONMENT, FACTS, SOURCE, VERIFIED, Job, write_json
 from build_scripts.trtllm.plan_steps import MEASURED, EnginePlan, sp_builds
 from build_scripts.trtllm.recipe import fill
-from build_scripts.trtllm.spec import EngineName
+from build_scripts.trtllm.spec import EngineName, TrtLlmSpec
+from build_scripts.trtllm.text import read_text
 from engines.bundle_base import CALIBRATION, Cost
 from engines.gpu_manifest import TIMING_CACHE
 
@@ -34,11 +35,17 @@ _MUST_HOLD = (
 _SECONDS_A_CLASS = 3  # the time to compare two engines at a class is the calibration's, divided by this
 
 
+def check_source(spec: TrtLlmSpec, folder: Path) -> None:
+    """All that is asked of a checkpoint, before hours are spent on it. Raises CheckpointError."""
+    check_checkpoint(folder, spec.architecture, spec.shape, spec.context_tokens_max)
+    read_text(folder)
+
+
 def fetch(job: Job, out: Path) -> str:
     spec = job.spec
     if spec.checkpoint is None:
         job.inside("fetch", "fetch", {"repo": spec.repo, "revision": job.commit, "out": str(out)})
-        check_checkpoint(out, spec.architecture, spec.shape, spec.context_tokens_max)
+        check_source(spec, out)
         folder, digests = out, hashes(out)
     else:
         folder, digests = job.checkpoint, dict(job.checkpoint_hashes)
@@ -184,6 +191,7 @@ def verify(job: Job, out: Path) -> str:
     read["sp"]["plan_ratio"], read["sp"]["plan_ratio_to"] = _growth(job, read)
     record = {
         "engines": read,
+        "driver": job.gpu.driver,
         "kv_blocks": blocks,
         "memory_bytes": job.memory_bytes(plans, activations, blocks),
     }

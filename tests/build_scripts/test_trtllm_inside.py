@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -157,6 +158,13 @@ def _alive(pid: int) -> bool:
     return state != "Z"
 
 
+def _wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + 10.0
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(pid)
+
+
 SLEEPER = """
     import subprocess, sys, time
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -171,10 +179,7 @@ def test_a_step_that_takes_too_long_is_ended_with_all_it_started(tmp_path: Path)
     with pytest.raises(BuildError, match="did not end within 2 s"):
         _run(tmp_path, python, timeout_s=2.0, update=lambda share, words: heard.append(words))
     (pid,) = (int(words.split()[1]) for words in heard)
-    deadline = time.monotonic() + 10.0
-    while _alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _alive(pid)
+    _wait_for_end(pid)
 
 
 def test_what_a_step_leaves_running_does_not_hold_the_build(
@@ -204,6 +209,27 @@ def test_an_interrupt_ends_the_step(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         _run(tmp_path, python, update=interrupt)
     assert not _alive(int(heard[0].split()[1]))
+
+
+def test_a_build_that_is_killed_leaves_no_step_behind(tmp_path: Path) -> None:
+    code = "import os, time; print('@progress 0.5', os.getpid(), flush=True); time.sleep(600)"
+    python = _python(tmp_path, {"tensorrt": "", "tensorrt_llm": code})
+    build = f"""
+        from pathlib import Path
+        from build_scripts.trtllm.launch import run_inside
+        place = Path({str(tmp_path)!r})
+        run_inside(Path({str(python)!r}), "versions", {{}}, scratch=place / "scratch", log=place / "x.log",
+                   timeout_s=60.0, update=lambda share, words: print(words, flush=True))
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(build)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        pid = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    _wait_for_end(pid)
 
 
 def test_progress_is_told_and_odd_output_is_kept_out_of_it(tmp_path: Path) -> None:

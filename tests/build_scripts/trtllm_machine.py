@@ -9,6 +9,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from build_scripts.trtllm.job import Tools
 from build_scripts.trtllm.spec import TrtLlmSpec
 from engines.cost_model import CostModel
 from engines.gpu_engine_config import read_engine_config
+from engines.gpu_host import GpuHost
 from engines.models import ModelShape
 from engines.simulated import SimulatedModel
 from engines.trtllm_child.config import ChildConfig
@@ -146,7 +148,7 @@ def write_python(
     python.symlink_to(base)
     (site / "fakes.pth").write_text("".join(f"{path}\n" for path in packages), encoding="utf-8")
     for name, number in (("tensorrt_llm", version), ("tensorrt", tensorrt)):
-        if not any(path.glob(f"{name}-*.dist-info") for path in packages):
+        if not any(list(path.glob(f"{name}-*.dist-info")) for path in packages):
             info = site / f"{name}-{number}.dist-info"
             info.mkdir()
             text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n"
@@ -154,7 +156,9 @@ def write_python(
     return python
 
 
-def write_smi(directory: Path, name: str = "NVIDIA H200", mib: int = GPU_MIB) -> Path:
+def write_smi(
+    directory: Path, name: str = "NVIDIA H200", mib: int = GPU_MIB, driver: str = "570.124.06"
+) -> Path:
     """`nvidia-smi` that lists one GPU; returns the folder for PATH."""
     directory.mkdir(parents=True, exist_ok=True)
     row = {
@@ -163,7 +167,7 @@ def write_smi(directory: Path, name: str = "NVIDIA H200", mib: int = GPU_MIB) ->
         "name": name,
         "compute_cap": "9.0",
         "memory.total": str(mib),
-        "driver_version": "570.124.06",
+        "driver_version": driver,
         "mig.mode.current": "Disabled",
     }
     script = directory / "nvidia-smi"
@@ -282,4 +286,14 @@ def model_tools(opened: list[Opened] | None = None, **options: Any) -> Tools:
             opened.append(Opened(config, engine))
         return engine
 
-    return Tools(open_engine=open_engine)
+    return Tools(_host, open_engine)
+
+
+def _host(python: Path) -> GpuHost:
+    return _host_on(python, os.environ["PATH"])
+
+
+@cache
+def _host_on(python: Path, path: str) -> GpuHost:
+    """As found; once for each machine that a test makes up."""
+    return GpuHost.current(python)
