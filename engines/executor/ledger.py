@@ -150,7 +150,8 @@ class Ledger:
 
         For an executor that does not tell what it evicts; after its events, this finds nothing to do.
         """
-        excess = len(self._cached) - self._held_cached - max(0, self.blocks_total - blocks)
+        room = self._held_cached + max(0, self.blocks_total - blocks)
+        excess = len(self._cached) - min(self.blocks_total, room)  # held ones are idle sooner or later
         if excess > 0:
             idle = [value for value in self._cached if value not in self._holders]
             self.drop(idle[:excess])
