@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from factories import FACTORIES
+from factories import FACTORIES, end_shared
 from tiny_engine import CONFIG, PROFILES, WEIGHTS, Load
 
 from engines.base import Engine
@@ -15,8 +15,17 @@ from engines.openvino_cpu import BLOCK_TOKENS, OpenVinoCpuEngine
 from tests.engines import oracle
 
 
+@pytest.fixture(scope="session")
+def processes() -> Iterator[None]:
+    """Processes that several engines of the suite share end with it."""
+    yield
+    end_shared()
+
+
 @pytest.fixture(params=list(FACTORIES))
-def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Engine]:
+def make(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, processes: None
+) -> Callable[[], Engine]:
     """Makes fresh engines of one adapter."""
     directory = tmp_path_factory.getbasetemp() / f"contract_{request.param}"
     directory.mkdir(exist_ok=True)

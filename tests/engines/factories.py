@@ -6,6 +6,7 @@ All are small alike, so that one suite can fill them: passes of at most 64 new t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -13,13 +14,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from engines import trtllm
+from engines import trtllm_torch as trtllm_torch_adapter
 from engines.base import Engine
 from engines.cost_model import CostModel
 from engines.executor.engine import ExecutorEngine
+from engines.executor.types import ExecutorRole
 from engines.profiles import Profiles
 from engines.simulated import SimulatedEngine, SimulatedModel
+from engines.trtllm_child.config import ChildConfig, Driver
+from engines.trtllm_link import ChildLink
+from engines.trtllm_process import ChildSettings
 from engines.types import Capabilities, Chunking, DecodeMode, EngineRequest, Layout, Padding, Sampling
 from tests.executor_fakes.link import InProcessLink
+from tests.executor_fakes.package import environment, write_engine, write_package
+from tests.executor_fakes.shared_link import SharedLink
 
 if TYPE_CHECKING:
     from engines.openvino_model import PackedModel
@@ -27,6 +36,7 @@ if TYPE_CHECKING:
 VOCABULARY = 97  # of the tiny model; prompts of the suite stay inside it
 _OPENVINO_BLOCKS = 40
 _T_CLASSES = (8, 16, 32, 64)
+_shared: list[SharedLink] = []
 _COST = CostModel(1e-5, 1e-5, 1e-9, 1e-6, 0.0, 1e-8, origin="made up: quick to sleep through")
 
 
@@ -111,6 +121,61 @@ def triton_server(directory: Path) -> Engine:
     return stepped_engine(directory, Profiles(Layout.PACKED, Padding.NOTHING, _T_CLASSES))
 
 
+def trtllm_s1(directory: Path) -> Engine:
+    return _over_a_child(directory, "S1", Driver.ENGINE)
+
+
+def trtllm_s2(directory: Path) -> Engine:
+    return _over_a_child(directory, "S2", Driver.ENGINE)
+
+
+def trtllm_s3(directory: Path) -> Engine:
+    return _over_a_child(directory, "S3", Driver.ENGINE)
+
+
+def trtllm_torch(directory: Path) -> Engine:
+    return _over_a_child(directory, "S3", Driver.TORCH)
+
+
+def _over_a_child(directory: Path, stratum: str, driver: Driver) -> Engine:
+    """The adapter and its child process, over a fake tensorrt_llm with the interface of `stratum`."""
+    link, config = _shared_link(directory, stratum, driver)
+    adapter = trtllm if driver is Driver.ENGINE else trtllm_torch_adapter
+    made = ExecutorEngine(link, adapter.capabilities(config), adapter.profiles(config))
+    made.start()
+    return made
+
+
+@cache
+def _shared_link(directory: Path, stratum: str, driver: Driver) -> tuple[SharedLink, ChildConfig]:
+    package = write_package(directory / "package", stratum)
+    engine = write_engine(
+        directory / "engine", block_tokens=8, requests=4, pass_tokens=64, context_tokens=192
+    )
+    config = ChildConfig(
+        driver,
+        str(engine),
+        "1.2.1",
+        ExecutorRole.BOTH,
+        requests_max=4,
+        pass_tokens_max=64,
+        context_tokens_max=192,
+        block_tokens=8,
+        kv_blocks=24,
+    )
+    settings = ChildSettings(environment=environment(package))
+    link = SharedLink(lambda: ChildLink(config, Path(sys.executable), settings))
+    _shared.append(link)
+    return link, config
+
+
+def end_shared() -> None:
+    """End the processes that engines shared."""
+    while _shared:
+        _shared.pop().end()
+    _shared_link.cache_clear()
+
+
 @cache
 def _compiled(directory: Path) -> PackedModel:
     from engines.openvino_cpu import REQUESTS_MAX
@@ -178,6 +243,10 @@ FACTORIES: Mapping[str, Callable[[Path], Engine]] = {
     "rectangular_classes": rectangular_classes,
     "openvino": openvino,
     "executor": executor,
+    "trtllm_s1": trtllm_s1,
+    "trtllm_s2": trtllm_s2,
+    "trtllm_s3": trtllm_s3,
+    "trtllm_torch": trtllm_torch,
     "triton_server": triton_server,
     "torch_cuda": torch_cuda,
     "torch_cuda_classes": torch_cuda_classes,

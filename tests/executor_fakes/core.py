@@ -7,9 +7,9 @@ and max_batch_size. A prompt begins with the blocks that are cached, never with 
 blocks are named when it is computed, those of the answer when the request ends. A context-only request
 keeps its blocks until `pull` or a cancel.
 
-Decided here, since it is not known of the real one: cached tokens do not count against max_num_tokens, a
-context-only request makes one token whatever its max_tokens is, and max_tokens of a generation-only request
-counts the tokens that the context side made.
+Decided here, since it is not known of the real one: cached tokens do not count against max_num_tokens (see
+`Vices.counts_cached`), a context-only request makes one token whatever its max_tokens is, and max_tokens of
+a generation-only request counts the tokens that the context side made.
 """
 
 from __future__ import annotations
@@ -17,57 +17,16 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from .iteration_stats import iteration_stats
+from .live import ExecutorCrash, Limits, Live
 from .messages import FakeRequest, FakeResponse, Finish, HandOver, Kind, ReuseMetrics, make_token
 from .pool import Block, FakePool, block_hashes
 from .vices import NEVER, Vices
 
 _STATS_KEPT = 1000
-
-
-class ExecutorCrash(Exception):  # noqa: N818 - what happened
-    """The process that held the executor is gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """max_seq_len: prompt and answer of one request. stop_after: the end token is output token number
-    `stop_after` of each request that names one; None: it never comes. chunked: enable_chunked_context.
-    """
-
-    max_batch_size: int
-    max_num_tokens: int
-    max_seq_len: int
-    chunked: bool
-    reuse: bool
-    vocabulary: int
-    stop_after: int | None
-
-
-@dataclass(slots=True, eq=False)
-class Live:
-    request_id: int
-    request: FakeRequest
-    hashes: list[int]
-    need: int  # blocks of prompt and answer
-    table: list[Block] = field(default_factory=list)
-    position: int = 0  # tokens with KV
-    outputs: list[int] = field(default_factory=list)
-    sent: int = 0
-    reused_blocks: int = 0
-    transfer_left: int | None = None  # iterations until the KV of the other side is here; None: is here
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.token_ids)
-
-    @property
-    def in_context(self) -> bool:
-        return self.position < self.prompt_tokens and self.transfer_left is None
 
 
 class Core:
@@ -117,6 +76,23 @@ class Core:
         if live is not None:
             self._give_back(live)
         return live is not None
+
+    def reset(self) -> None:
+        """Nothing waits, runs or is cached any more, and nobody is told but by events."""
+        for live in [*self._active.values(), *self.kept.values()]:
+            self.pool.release(live.table)
+        for held in (
+            self._active,
+            self.kept,
+            self._inbox,
+            self._waiting,
+            self.ready,
+            self.cancels,
+            self.stats,
+        ):
+            held.clear()
+        self.pool.evict_idle()
+        self.pool.reused = self.pool.missed = self.pool.allocated = 0
 
     def step(self) -> bool:
         """One iteration. False: nothing has changed, and nothing will without a new request or a cancel.
@@ -187,12 +163,17 @@ class Core:
             if self.vices.delay_shared_prefix and self._is_computed_beside(live, len(shared), chosen):
                 skipped.append(self._waiting.popleft())
                 continue
-            size = self._chunk(live.prompt_tokens - len(shared) * self.pool.block_tokens, tokens)
+            left = live.prompt_tokens - len(shared) * self.pool.block_tokens
+            counted = live.prompt_tokens if self.vices.counts_cached else left
+            size = self._chunk(counted, tokens)
+            if counted > self.limits.max_num_tokens and not self.limits.chunked:
+                self._refuse(self._waiting.popleft(), counted)
+                continue
             if not size:
                 break
             self._waiting.popleft()
             self._let_in(live, shared)
-            chosen.append((live, size))
+            chosen.append((live, min(size, left)))
             tokens -= size
         self._waiting.extendleft(reversed(skipped))
         return chosen
@@ -229,9 +210,6 @@ class Core:
             )
         if live.need > self.pool.blocks_total:
             return f"{live.need} KV blocks needed, the pool has {self.pool.blocks_total}"
-        whole = not self.limits.chunked and not self.limits.reuse and request.kind is not Kind.GENERATION_ONLY
-        if whole and prompt > self.limits.max_num_tokens:
-            return f"prompt length {prompt} exceeds max_num_tokens {self.limits.max_num_tokens}"
         if request.kind is Kind.GENERATION_ONLY and request.hand_over is None:
             return "context_phase_params are missing"
         return None
@@ -336,6 +314,11 @@ class Core:
         self.completed += 1
         self._give_back(live)
         self._say(live, final=True, finish=finish)
+
+    def _refuse(self, live: Live, tokens: int) -> None:
+        limit = self.limits.max_num_tokens
+        message = f"The number of context tokens ({tokens}) exceeds the limit value ({limit})"
+        self.ready.append(FakeResponse(live.request_id, final=True, error=message))
 
     def _error(self, live: Live, message: str) -> None:
         del self._active[live.request_id]

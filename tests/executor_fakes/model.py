@@ -15,7 +15,8 @@ from itertools import count
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from .core import Core, ExecutorCrash, Limits
+from .core import Core
+from .live import ExecutorCrash, Limits
 from .messages import FakeRequest, FakeResponse, Finish, HandOver, Kind, ReuseMetrics, make_token
 from .pool import FakePool
 from .vices import NEVER, VIRTUOUS, Vices
@@ -189,6 +190,12 @@ class FakeExecutor:
                 raise
             finally:
                 self._changed.notify_all()
+
+    def reset(self) -> None:
+        """As new, but for ids and numbers; what it holds is gone without an answer."""
+        with self._changed:
+            self._core.reset()
+            self._changed.notify_all()
 
     def start_thread(self) -> None:
         self._thread = threading.Thread(target=self._run_thread, name=self.name, daemon=True)

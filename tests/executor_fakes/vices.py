@@ -27,6 +27,7 @@ class Vices:
     merge: an enqueue waits for a second one, for one step at most.
     evict_between_parts: when a request ends, all that is cached and idle is evicted.
     delay_shared_prefix: a prompt waits while another computes a block that it could reuse.
+    counts_cached: tokens that are taken from the cache count against max_num_tokens too.
     error_response: every n-th request is answered with an error.
     end_id_left_out: the end token is not among the output tokens.
     late_perf_metrics: reuse is told with the last response only, not with the first.
@@ -44,6 +45,7 @@ class Vices:
     merge: bool = False
     evict_between_parts: bool = False
     delay_shared_prefix: bool = False
+    counts_cached: bool = False
     error_response: int = 0
     end_id_left_out: bool = False
     late_perf_metrics: bool = False

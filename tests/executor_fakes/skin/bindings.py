@@ -1,7 +1,8 @@
 """`tensorrt_llm.bindings.executor`: the fake executor behind the recorded classes.
 
 Reads PLASERVE_FAKE from the environment, JSON: {"vices": {...}, "stop_after": n, "vocabulary": n,
-"exchange": dir}. exchange: a directory through which executors in several processes hand KV over.
+"exchange": dir}. exchange: a directory through which executors in several processes hand KV over. A request
+whose prompt is RESET empties the executor before it runs, so that tests can share a process.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .classes import Surface, bound, check_call
 VARIABLE = "PLASERVE_FAKE"
 _CRASHED = 139  # of a process that died of a segmentation fault, as a shell tells it
 MODULE = "tensorrt_llm.bindings.executor"
+RESET = (7, 7, 7, 7, 7, 7, 7)  # as a prompt
 _numbers = count()
 
 
@@ -84,7 +86,7 @@ def make_executor(
 
 
 def engine_sizes(model_path: Path) -> tuple[int, int, int, int]:
-    """(tokens per block, max_batch_size, max_num_tokens, max_seq_len) that an engine directory was built for."""
+    """(tokens per block, max_batch_size, max_num_tokens, max_seq_len) of an engine directory."""
     build = json.loads((model_path / "config.json").read_text(encoding="utf-8"))["build_config"]
     block = build["plugin_config"]["tokens_per_block"]
     return block, build["max_batch_size"], build["max_num_tokens"], build["max_seq_len"]
@@ -145,6 +147,8 @@ def _executor_class(surface: Surface, names: dict[str, Any]) -> type:
             return self.enqueue_requests([request])[0]
 
         def enqueue_requests(self, requests: Sequence[Any]) -> list[int]:
+            if tuple(requests[0].input_token_ids) == RESET:
+                self._fake.reset()
             return self._fake.enqueue_requests([self._request(request) for request in requests])
 
         def await_responses(self, *args: Any, timeout: timedelta | None = None, id: int | None = None) -> Any:

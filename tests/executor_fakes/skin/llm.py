@@ -15,7 +15,7 @@ from typing import Any
 
 from ..messages import FakeRequest, FakeResponse, HandOver, Kind
 from ..model import ExecutorCrash
-from .bindings import make_executor, retention_of
+from .bindings import RESET, make_executor, retention_of
 from .classes import Surface, check_call
 
 _REASONS = {
@@ -182,6 +182,8 @@ def llm_class(surface: Surface) -> type:
                 decode_priority=decode,
                 hand_over=hand_over,
             )
+            if request.token_ids == RESET:
+                self._fake.reset()
             with self._lock:  # its first response must find the output
                 [number] = self._fake.enqueue_requests([request])
                 output = self._outputs[number] = RequestOutput(self, number, values["streaming"])
