@@ -103,7 +103,7 @@ def measure(
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise ValueError(NO_GPU)
-        torch.cuda.set_device(torch.device(device))
+        torch.cuda.set_device(ordinal(device))
     out.mkdir(parents=True, exist_ok=True)
     old = [part.file for part in PARTS if (out / part.file).exists()]
     if old:
@@ -120,6 +120,11 @@ def measure(
     log.data["seconds"] = round(time.monotonic() - start_s, 1)
     log.write()
     return out / "run.json"
+
+
+def ordinal(device: str) -> int:
+    """Number of a CUDA device: torch wants one, and `cuda` alone has none."""
+    return int(torch.device(device).index or 0)
 
 
 def plan(models: Sequence[str]) -> list[tuple[str, Part]]:

@@ -108,6 +108,10 @@ def test_the_grid_is_whole_and_its_most_telling_shapes_come_first(seed: int, sca
     assert {new for new, batch, past in first if (batch, past) == (1, 0)} == set(scale.prompts)
 
 
+def test_a_device_without_a_number_is_the_first() -> None:
+    assert [measuring.ordinal(device) for device in ("cuda", "cuda:0", "cuda:3")] == [0, 0, 3]
+
+
 def test_a_part_that_breaks_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(bench: Any, table: Table, deadline: Deadline) -> str:
         raise ZeroDivisionError("as planned")
