@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -248,8 +249,8 @@ FACTORIES: Mapping[str, Callable[[Path], Engine]] = {
     "trtllm_s3": trtllm_s3,
     "trtllm_torch": trtllm_torch,
     "triton_server": triton_server,
-    "torch_cuda": torch_cuda,
-    "torch_cuda_classes": torch_cuda_classes,
+    # Where torch is absent, test_torch_cuda.py says so once; here it would be a line a test.
+    **({"torch_cuda": torch_cuda, "torch_cuda_classes": torch_cuda_classes} if find_spec("torch") else {}),
 }
 
 
