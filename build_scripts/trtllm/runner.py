@@ -85,14 +85,14 @@ def find_gpu(spec: TrtLlmSpec, host: GpuHost) -> Gpu:
     """The GPU to build on. Raises BuildError, with the way out, where it is not there."""
     if not host.gpus:
         raise BuildError(
-            f"no GPU to build on: {host.no_gpus}; run this on a machine with a {spec.gpu}, or see what it "
-            "would do with --dry-run"
+            f"no GPU to build on: {host.no_gpus}; run this on a machine with the GPU {spec.gpu}, or see what "
+            "it would do with --dry-run"
         )
     gpu = host.gpus[0]
     if spec.gpu.lower() not in gpu.name.lower():
         raise BuildError(
             f"the GPU here is {gpu.name}, the build is for {spec.gpu}: kernels are timed on the device, so "
-            f"build on a {spec.gpu}, or give --gpu for this one"
+            f"build on the GPU {spec.gpu}, or give --gpu for this one"
         )
     return gpu
 

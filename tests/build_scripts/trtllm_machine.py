@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from build_scripts.progress import Silent
+from build_scripts.trtllm import runner
 from build_scripts.trtllm.job import Tools
 from build_scripts.trtllm.spec import TrtLlmSpec
 from engines.cost_model import CostModel
+from engines.gpu_bundle import GpuBundle, open_gpu_bundle
 from engines.gpu_engine_config import read_engine_config
 from engines.gpu_host import GpuHost
 from engines.models import ModelShape
@@ -297,3 +299,13 @@ def _host(python: Path) -> GpuHost:
 def _host_on(python: Path, path: str) -> GpuHost:
     """As found; once for each machine that a test makes up."""
     return GpuHost.current(python)
+
+
+def build(spec: TrtLlmSpec, tools: Tools | None = None, **options: bool) -> Heard:
+    heard = Heard()
+    runner.build(spec, heard, tools=tools or model_tools(), **options)
+    return heard
+
+
+def opened(spec: TrtLlmSpec, full: bool = True) -> GpuBundle:
+    return open_gpu_bundle(Path(spec.target), python=spec.python, full=full)
