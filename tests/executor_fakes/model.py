@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -131,6 +132,7 @@ class FakeExecutor:
         Without a thread it steps until there is something, whatever the timeout. Raises AssertionError where
         the real one would wait for ever: no timeout, and nothing can come. ExecutorCrash when it is gone.
         """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while not (ready := self._take_ready(request_id)):
                 if only_ready:
@@ -139,7 +141,8 @@ class FakeExecutor:
                 if timeout_s is None and not self._core.may_answer(request_id):
                     raise AssertionError(f"would hang: nothing more can come of {request_id or 'any id'}")
                 if self._thread is not None:
-                    if not self._changed.wait(timeout_s):
+                    left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+                    if left_s == 0.0 or not self._changed.wait(left_s):
                         return self._take_ready(request_id)
                 elif not self.step():
                     if timeout_s is None:
