@@ -249,6 +249,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield self._response(request, self._filled(made, response, request), response.final)
             if response.final:
                 return
+        if self._stopped:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the server is gone")
 
     def _executor_request(self, request: Any, tensors: dict[str, list[Any]]) -> FakeRequest:
         kind_name = request.parameters["request_type"].string_param if request.parameters else None
