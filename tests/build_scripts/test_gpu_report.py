@@ -172,6 +172,25 @@ def test_what_left_or_changed_is_named() -> None:
     ]
 
 
+def test_the_script_prints_its_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    surface = Surface("S2")
+    load = modules_of(surface)
+    package = SimpleNamespace(__version__="1.2.1", **surface.exported("tensorrt_llm"))
+    monkeypatch.setattr(
+        drift.importlib, "import_module", lambda name: package if name == "tensorrt_llm" else load(name)
+    )
+    path = tmp_path / "surface.json"
+    path.write_text(json.dumps(recorded_classes()))
+    assert drift.main([str(path)]) == 0
+    monkeypatch.undo()
+    said = json.loads(capsys.readouterr().out)
+    assert said["version"] == "1.2.1"
+    assert said["missing"]["S2"] == [] == said["missing"][said["nearest"]]
+    assert drift.main([]) == 2
+
+
 def test_parameters_are_read_from_signatures_fields_and_docstrings() -> None:
     def function(one: int, *, two: int = 1) -> None: ...
 

@@ -9,11 +9,15 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from engines.models import ModelShape
 from engines.types import EngineRequest, Pass, PassItem, PassKind
+
+if TYPE_CHECKING:
+    from build_scripts.trtllm.spec import TrtLlmSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -61,29 +65,36 @@ def bundle(trtllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     for needed in ("pydantic", "rich", "scipy"):
         pytest.importorskip(needed)
     from build_scripts.trtllm import runner
-    from build_scripts.trtllm.spec import TrtLlmSpec
+    from build_scripts.trtllm.spec import GPUS
 
-    work = tmp_path_factory.mktemp("trtllm")
-    checkpoint = work / "checkpoint"
-    run(trtllm_python, "-c", MAKE_CHECKPOINT.format(s=SHAPE), str(checkpoint))
     card = (
         run(trtllm_python, "-c", "import torch; print(torch.cuda.get_device_name())").strip().splitlines()[-1]
     )
-    spec = TrtLlmSpec(
+    gpu = next((name for name in GPUS if name in card), None)
+    if gpu is None:
+        pytest.skip(f"the pipeline knows no sizes of {card}")
+    work = tmp_path_factory.mktemp("trtllm")
+    run(trtllm_python, "-c", MAKE_CHECKPOINT.format(s=SHAPE), str(work / "checkpoint"))
+    return runner.build(tiny_spec(work, trtllm_python, gpu))
+
+
+def tiny_spec(work: Path, python: Path, gpu: str) -> TrtLlmSpec:
+    from build_scripts.trtllm.spec import TrtLlmSpec
+
+    return TrtLlmSpec(
         model="tiny",
         architecture="qwen2",
         shape=SHAPE,
         out=str(work / "bundles"),
         work_dir=work / "work",
-        checkpoint=checkpoint,
-        python=trtllm_python,
-        gpu=card,
+        checkpoint=work / "checkpoint",
+        python=python,
+        gpu=gpu,
         pass_tokens_max=2048,
         requests_max=8,
         context_tokens_max=2048,
         calibration_s=5.0,
     )
-    return runner.build(spec)
 
 
 def test_the_pipeline_builds_a_bundle_that_opens(bundle: Path, trtllm_python: Path) -> None:
@@ -95,9 +106,10 @@ def test_the_pipeline_builds_a_bundle_that_opens(bundle: Path, trtllm_python: Pa
 def test_the_bundle_serves(bundle: Path, trtllm_python: Path) -> None:
     """One prompt, prefilled and decoded to its end, twice: the second finds its blocks."""
     from engines.catalog import EngineOptions, load_engine
+    from engines.gpu_catalog import ExecutorChoice
 
-    os.environ.setdefault("PLASERVE_TRTLLM_PYTHON", str(trtllm_python))
-    engine = load_engine("trtllm", EngineOptions(bundle)).engine
+    options = EngineOptions(bundle, executor=ExecutorChoice(trtllm_python))
+    engine = load_engine("trtllm", options).engine
     try:
         block, reused = engine.capabilities.block_tokens, []
         prompt = tuple(range(1, 3 * block + 1))
