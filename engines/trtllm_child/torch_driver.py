@@ -160,6 +160,8 @@ class TorchDriver:
         self._llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(1.0)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     # --- on the loop's thread ---
 

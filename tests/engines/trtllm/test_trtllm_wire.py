@@ -95,7 +95,7 @@ MESSAGES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(MESSAGES)
 def test_what_is_sent_is_what_is_read(message: wire.Message) -> None:
     again = wire.decode(wire.encode(message))
@@ -122,7 +122,7 @@ def test_a_message_with_a_field_too_many_or_too_few_is_refused(message: wire.Mes
         wire.decode(json.dumps(raw).encode())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.binary(max_size=80)
     | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(
