@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -31,6 +32,7 @@ from engines.gpu_manifest import (
 from engines.trtllm_profiles import stock_profiles
 
 _ENGINE_FILES = ("config.json", "rank0.engine")
+_TRITON_QUEUE_REQUESTS = 256  # as TritonLimits has it; a pass must fit
 
 
 def manifest(job: Job, out: Path) -> str:
@@ -66,6 +68,31 @@ def put_together(job: Job, out: Path) -> Path:
         if target.stat().st_size > DIGEST_BYTES:
             store_digest(target, job.store.digests(step)[source])
     return out
+
+
+def triton_models(job: Job, target: Path, repository: Path, bundle_id: str) -> tuple[Path, ...]:
+    """A Triton model for each engine of the bundle `target`; none where tritonclient is not installed."""
+    if importlib.util.find_spec("tritonclient") is None:
+        return ()
+    from build_scripts.trtllm.triton_repository import TritonLimits, write_repository
+
+    spec = job.spec
+    limits = TritonLimits(
+        requests_max=spec.requests_max,
+        kv_blocks=job.read("verify", VERIFIED)["kv_blocks"],
+        block_tokens=spec.block_tokens,
+        queue_requests_max=max(_TRITON_QUEUE_REQUESTS, spec.requests_max),
+    )
+    return tuple(
+        write_repository(
+            repository,
+            model_name=spec.bundle_name if engine.value == "sp" else f"{spec.bundle_name}-{engine}",
+            engine_dir=str((target / engine.value).resolve()),
+            limits=limits,
+            fingerprint=bundle_id,
+        )
+        for engine in spec.engine_names
+    )
 
 
 def _manifest(job: Job, out: Path) -> GpuManifest:

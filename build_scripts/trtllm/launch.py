@@ -63,7 +63,10 @@ def run_inside(
     result, asked = scratch / f"{log.stem}.result.json", scratch / f"{log.stem}.request.json"
     result.unlink(missing_ok=True)
     asked.write_text(json.dumps({**request, "result": str(result)}, indent=2) + "\n", encoding="utf-8")
-    command = [str(python), "-m", "build_scripts.trtllm.inside", step, str(asked)]
+    # It runs in another folder; a name without a folder is looked for on PATH. Links stay: a virtual
+    # environment's interpreter is known by where it lies.
+    interpreter = python.absolute() if len(python.parts) > 1 else python
+    command = [str(interpreter), "-m", "build_scripts.trtllm.inside", step, str(asked)]
     environment = _environment(link_packages(scratch / "path"))
     status, last = _run(command, scratch, environment, log, timeout_s, update)
     answer = _answer(result)

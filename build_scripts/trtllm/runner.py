@@ -38,6 +38,7 @@ from engines.gpu_bundle import open_gpu_bundle
 from engines.gpu_host import Gpu, GpuHost
 from engines.trtllm_child.guard import PINNED, check_version
 
+TRITON = "triton"  # in the spec's `out`: a model repository for a Triton server on this machine
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION_TIMEOUT_S = 120.0
 _REFUSALS = (CheckpointError, BackendUnavailable, LinkLost, EngineError, PassError)
@@ -211,7 +212,9 @@ def _publish(job: Job, progress: Progress) -> Path:
         shutil.rmtree(old, ignore_errors=True)
         swap_in(assemble.put_together(job, fresh), target, old)
         open_gpu_bundle(target, host=job.host)
-    where = str(target)
+    where = f"{target} ({wanted[:12]})"
+    if not remote and assemble.triton_models(job, target, Path(spec.out) / TRITON, wanted):
+        where += f", Triton models in {Path(spec.out) / TRITON}"
     if remote:  # what is there already is not sent again
         where = publish(
             target,
@@ -219,7 +222,7 @@ def _publish(job: Job, progress: Progress) -> Path:
             name=spec.bundle_name,
             told=lambda file, done, size: job.update(done / size, file),
         )
-    progress.end(f"{where} ({wanted[:12]})")
+    progress.end(where)
     return target
 
 

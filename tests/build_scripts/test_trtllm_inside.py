@@ -251,6 +251,15 @@ def test_progress_is_told_and_odd_output_is_kept_out_of_it(tmp_path: Path) -> No
     assert log.count("#") == 100_000
 
 
+def test_an_interpreter_may_be_named_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {"tensorrt_llm": "__version__ = '1.2.1'", "tensorrt": "__version__ = '10.0'"}
+    python = _python(tmp_path, modules)
+    monkeypatch.chdir(tmp_path)
+    assert _run(tmp_path, python.relative_to(tmp_path))["tensorrt"] == "10.0"
+    monkeypatch.setenv("PATH", str(python.parent), prepend=os.pathsep)
+    assert _run(tmp_path, Path("python"))["tensorrt"] == "10.0"
+
+
 def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="no-python can't be run: No such file"):
         _run(tmp_path, tmp_path / "no-python")

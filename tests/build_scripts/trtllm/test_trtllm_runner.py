@@ -269,6 +269,19 @@ def test_a_store_gets_the_bundle(spec: TrtLlmSpec, tmp_path: Path) -> None:
     assert manifest.read_bytes() == (Path(spec.target) / MANIFEST).read_bytes()
 
 
+def test_a_triton_server_is_given_the_same_engine(once: TrtLlmSpec) -> None:
+    pytest.importorskip("tritonclient")
+    from build_scripts.trtllm.triton_repository import read_config
+
+    config = read_config(Path(once.out) / runner.TRITON / once.bundle_name)
+    given = {name: value.string_value for name, value in config.parameters.items()}
+    bundle = opened(once)
+    assert Path(given["gpt_model_path"]) == bundle.sp_dir.resolve()
+    assert bundle.fingerprint in given.values()
+    pool = bundle.manifest.limits.kv_blocks * bundle.manifest.limits.block_tokens
+    assert given["max_tokens_in_paged_kv_cache"] == str(pool)
+
+
 def test_the_plan_of_a_build_is_that_of_the_dry_run(spec: TrtLlmSpec) -> None:
     """Same steps and same recipes; only what a machine adds to the keys differs."""
     planned = make_plan(spec)
