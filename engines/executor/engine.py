@@ -304,10 +304,13 @@ class ExecutorEngine:
             self._note(Incident.SPLIT, f"iteration {iteration.number} is the second of one pass")
         if iteration.kv_blocks_used is None:
             return
-        explained = self._book.blocks_explained
+        explained, before = self._book.blocks_explained, self._leak.leaked_blocks
         if self._leak.saw(iteration.kv_blocks_used, explained):
             what = f"the executor holds {iteration.kv_blocks_used} blocks, its calls explain {explained}"
-            self._note(Incident.POOL_LEAKED, what)
+            if before:
+                log.warning("the leak of %d blocks is larger: %s", before, what)
+            else:
+                self._note(Incident.POOL_LEAKED, what)
         self._book.leaked_blocks = self._leak.leaked_blocks
 
     # --- what goes wrong ---

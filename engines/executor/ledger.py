@@ -125,11 +125,18 @@ class Ledger:
     def settle(self, mark: int, hashes: Sequence[int]) -> None:
         """A call sent at `mark` has ended and left these blocks. They are cached, events permitting."""
         left = [value for value in hashes if self._heard.get(value, 0) <= mark]
-        for value in reversed(left):  # the tail of a prefix goes first
+        added: list[int] = []
+        for value in left:
             if value in self._cached:
                 del self._cached[value]
-                self._cached[value] = None
-        self._add(left)
+                self._held_cached -= value in self._holders
+            else:
+                added.append(value)
+        for value in reversed(left):  # the tail of a prefix goes first
+            self._cached[value] = None
+            self._held_cached += value in self._holders
+        if added:
+            self._events.append(BlocksStored(tuple(added)))
         self.make_room(0)
 
     def gone(self, mark: int, hashes: Sequence[int]) -> None:

@@ -115,7 +115,9 @@ class AnswerStream:
                 self._learn(repeats=True)  # all that was asked for, and the repetition on top
             return
         if self._head:
-            self._take_head()  # shorter than a repetition would be
+            if ending in (Ending.LENGTH, Ending.END_ID, Ending.STOP_WORDS):
+                self._learn(repeats=False)  # whole, and shorter than a repetition
+            self._take_head()
         if ending is Ending.LENGTH:
             self._end_at_length()
         elif ending is Ending.END_ID and self.end_id is not None:
