@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engines.base import Engine
 from engines.bundle import Bundle, open_bundle
 from engines.cost_model import CostModel
+from engines.gpu_bundle import GpuBundle
+from engines.gpu_catalog import ExecutorChoice, cost_of, open_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class EngineOptions:
     kv_capacity_tokens: int = 32_768
     simulated_preset: str = "h200_32b"
     simulated_time_scale: float = 1.0
+    executor: ExecutorChoice = field(default_factory=ExecutorChoice)
     progress: Callable[[int, int], None] | None = None  # (profiles warmed, in all)
 
 
@@ -30,11 +33,12 @@ class LoadedEngine:
     engine: Engine
     cost: CostModel
     model_name: str
-    bundle: Bundle | None = None
+    bundle: Bundle | GpuBundle | None = None
 
 
 def load_engine(backend: str, options: EngineOptions) -> LoadedEngine:
-    """Raises ValueError for an unknown backend or option, `engines.bundle.BundleMismatch`."""
+    """Raises ValueError for an unknown backend or option, `engines.bundle.BundleMismatch`; for an executor
+    that does not come up LinkLost or BackendUnavailable."""
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not known; choose from {', '.join(BACKENDS)}")
     return BACKENDS[backend](options)
@@ -76,7 +80,16 @@ def _simulated(options: EngineOptions) -> LoadedEngine:
     return LoadedEngine(engine, cost.scaled(scale), f"simulated-{options.simulated_preset}")
 
 
+def _executor(backend: str) -> Callable[[EngineOptions], LoadedEngine]:
+    def load(options: EngineOptions) -> LoadedEngine:
+        engine, bundle = open_backend(backend, options.bundle, options.executor)
+        return LoadedEngine(engine, cost_of(bundle), bundle.manifest.model.name, bundle)
+
+    return load
+
+
 BACKENDS: Mapping[str, Callable[[EngineOptions], LoadedEngine]] = {
     "openvino_cpu": _openvino_cpu,
     "simulated": _simulated,
+    **{name: _executor(name) for name in ("trtllm", "trtllm_torch", "triton_server")},
 }

@@ -26,14 +26,15 @@ TRANSPORTS = ("UCX", "NIXL")
 
 
 def capabilities(config: ChildConfig) -> Capabilities:
-    """kv_blocks_total is what was asked; a started engine says what there is."""
+    """requests_max is of a pass, without what decodes beside it. kv_blocks_total is what was asked; a started
+    engine says what there is."""
     return Capabilities(
         layout=Layout.PACKED,
         padding=Padding.NOTHING,
         chunking=Chunking.PREFIX_REUSE,
         merges_lanes=True,
         decode=DecodeMode.NONE if config.role is ExecutorRole.CONTEXT else DecodeMode.BESIDE,
-        requests_max=config.requests_max,
+        requests_max=config.requests_max - decode_room(config),
         context_tokens_max=config.context_tokens_max,
         block_tokens=config.block_tokens,
         kv_blocks_total=config.kv_blocks,
@@ -41,7 +42,13 @@ def capabilities(config: ChildConfig) -> Capabilities:
 
 
 def profiles(config: ChildConfig) -> Profiles:
-    return stock_profiles(config.pass_tokens_max)
+    """T-classes of the scheduler's passes. With what decodes beside it an iteration may land one class up."""
+    return stock_profiles(config.pass_tokens_max - decode_room(config))
+
+
+def decode_room(config: ChildConfig) -> int:
+    """Requests, a token each, that an iteration keeps for decode; none on the prefill side of a hand-over."""
+    return 0 if config.role is ExecutorRole.CONTEXT else config.decode_requests_max
 
 
 def open_engine(
@@ -91,6 +98,12 @@ def check_config(config: ChildConfig) -> None:
     for name in ("requests_max", "pass_tokens_max", "context_tokens_max", "block_tokens", "kv_blocks"):
         if (value := getattr(config, name)) < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    least = min(config.requests_max, config.pass_tokens_max)
+    if not 0 <= config.decode_requests_max < least:
+        raise ValueError(
+            f"decode_requests_max must be 0 to {least - 1}, so that a pass keeps room beside it, got "
+            f"{config.decode_requests_max}"
+        )
     blocks = -(-config.context_tokens_max // config.block_tokens)
     if config.kv_blocks < blocks:
         raise ValueError(

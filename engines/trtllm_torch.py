@@ -23,7 +23,7 @@ from engines.executor.types import ExecutorSettings
 from engines.profiles import Profiles
 from engines.trtllm_child.config import ChildConfig, Driver
 from engines.trtllm_process import ChildSettings
-from engines.trtllm_profiles import SPLIT_POINTS, stock_classes, stock_profiles
+from engines.trtllm_profiles import SPLIT_POINTS, stock_classes
 from engines.types import Capabilities, Layout, Padding
 
 PASS_TOKENS_MAX = 4_096
@@ -44,8 +44,10 @@ def capabilities(config: ChildConfig) -> Capabilities:
 
 def profiles(config: ChildConfig) -> Profiles:
     if not config.capture_tokens:
-        return stock_profiles(config.pass_tokens_max)
-    return Profiles(Layout.PACKED, Padding.CLASS, config.capture_tokens)
+        return trtllm.profiles(config)
+    largest = config.pass_tokens_max - trtllm.decode_room(config)
+    classes = tuple(size for size in config.capture_tokens if size < largest)
+    return Profiles(Layout.PACKED, Padding.CLASS, (*classes, largest))
 
 
 def open_engine(

@@ -25,12 +25,15 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from engines.executor.types import CancelMode
 from service.core.settings import SchedulerSettings
 from service.policies import POLICIES
 
 PREFIX = "PLASERVE_"
 CONFIG_VARIABLE = "PLASERVE_CONFIG"
-OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "PLASERVE_TRACES", "PLASERVE_DYNAMO_PYTHON"})  # no settings
+OTHER_VARIABLES = frozenset(
+    {CONFIG_VARIABLE, "PLASERVE_TRACES", "PLASERVE_DYNAMO_PYTHON", "PLASERVE_TRTLLM_PYTHON"}
+)  # no settings
 
 
 class SettingsError(Exception):
@@ -58,15 +61,20 @@ class ServerSettings(_Group):
 class EngineSettings(_Group):
     """Which engine runs, and how."""
 
-    backend: Literal["openvino_cpu", "simulated"] = Field("openvino_cpu", description="What runs passes.")
+    backend: Literal["openvino_cpu", "simulated", "trtllm", "trtllm_torch", "triton_server"] = Field(
+        "openvino_cpu",
+        description="What runs passes: openvino_cpu, simulated, trtllm, trtllm_torch or triton_server.",
+    )
     bundle: Path = Field(
-        Path("bundles/SmolLM2-135M-Instruct"), description="Bundle directory (openvino_cpu)."
+        Path("bundles/SmolLM2-135M-Instruct"), description="Bundle directory (all but simulated)."
     )
     threads: int | None = Field(
-        None, ge=1, description="Engine threads; unset: those that the bundle was calibrated for."
+        None,
+        ge=1,
+        description="Engine threads (openvino_cpu); unset: those that the bundle was calibrated for.",
     )
     kv_capacity_tokens: int = Field(
-        32_768, ge=32, description="Tokens of KV memory; 23 kB each for the embedded model."
+        32_768, ge=32, description="Tokens of KV memory (openvino_cpu); 23 kB each for the embedded model."
     )
     simulated_preset: Literal["h200_32b", "small_cpu", "padded_grid", "trtllm_like"] = Field(
         "h200_32b", description="Cost model and capabilities (simulated)."
@@ -74,6 +82,38 @@ class EngineSettings(_Group):
     simulated_time_scale: float = Field(
         1.0, gt=0, description="Wall seconds per predicted second (simulated)."
     )
+
+
+class ExecutorOptions(_Group):
+    """An executor that forms its own batches: trtllm, trtllm_torch, triton_server."""
+
+    python: Path | None = Field(
+        None, description="Interpreter of TensorRT-LLM's environment (trtllm, trtllm_torch)."
+    )
+    device: int = Field(0, ge=0, description="Which of the visible GPUs (trtllm, trtllm_torch).")
+    log: Path = Field(Path("var/executor.log"), description="What the child process prints goes here.")
+    cancel: CancelMode = Field(
+        CancelMode.ENGINE,
+        description="`engine`: a cancelled request is stopped; `unheard`: it runs to its end and nobody "
+        "listens, for builds that crash on an abort.",
+    )
+    start_timeout_s: float = Field(600.0, gt=0, description="Until the engine is loaded and answers.")
+    pass_timeout_s: float = Field(60.0, gt=0, description="A pass that takes longer has failed.")
+    progress_timeout_s: float = Field(
+        20.0, gt=0, description="Requests wait and nothing runs for so long: the executor is restarted."
+    )
+    restarts_max: int = Field(3, ge=0, description="Within 10 minutes; more, and the service ends.")
+
+
+class TritonSettings(_Group):
+    """The server behind backend triton_server."""
+
+    url: str = Field("127.0.0.1:8001", description="host:port of its gRPC service, or unix:path.")
+    model: str = Field("tensorrt_llm", min_length=1, description="Name of the model in its repository.")
+    ca: Path | None = Field(None, description="Root certificates, PEM; with it TLS is used.")
+    key: Path | None = Field(None, description="Private key of a client certificate, PEM.")
+    chain: Path | None = Field(None, description="Client certificate chain, PEM.")
+    allow_plaintext: bool = Field(False, description="Speak to another machine without TLS.")
 
 
 class LimitSettings(_Group):
@@ -129,6 +169,8 @@ class Settings(BaseSettings):
     policy: str = Field("plaserve", description="Scheduling policy: " + ", ".join(POLICIES) + ".")
     server: ServerSettings = ServerSettings()
     engine: EngineSettings = EngineSettings()
+    executor: ExecutorOptions = ExecutorOptions()
+    triton: TritonSettings = TritonSettings()
     scheduler: Annotated[SchedulerSettings, BeforeValidator(_known_knobs)] = SchedulerSettings()
     limits: LimitSettings = LimitSettings()
     telemetry: TelemetryOptions = TelemetryOptions()

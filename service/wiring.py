@@ -16,6 +16,9 @@ from importlib import metadata
 from pathlib import Path
 
 from engines.catalog import EngineOptions, LoadedEngine, load_engine
+from engines.executor.types import ExecutorSettings
+from engines.gpu_catalog import ExecutorChoice
+from engines.triton_options import Tls
 from service.core.types import InstanceSpec
 from service.policies import make_scheduler
 from service.rpc.inference import InferenceServicer, ServedModel, StatusServicer
@@ -25,7 +28,7 @@ from service.rpc.text import BundleCodec, ByteCodec, TextCodec
 from service.runtime.event_log import EventLog
 from service.runtime.pump import Pump
 from service.runtime.worker import LocalWorker, ThreadRunner
-from service.settings import Settings
+from service.settings import ExecutorOptions, Settings, TritonSettings
 from service.telemetry import Telemetry, TelemetrySettings
 
 log = logging.getLogger(__name__)
@@ -56,9 +59,32 @@ def load(settings: Settings, progress: Callable[[int, int], None] | None = None)
         kv_capacity_tokens=engine.kv_capacity_tokens,
         simulated_preset=engine.simulated_preset,
         simulated_time_scale=engine.simulated_time_scale,
+        executor=_executor(settings.executor, settings.triton),
         progress=progress,
     )
     return load_engine(engine.backend, options)
+
+
+def _executor(options: ExecutorOptions, triton: TritonSettings) -> ExecutorChoice:
+    tls = None
+    if triton.ca is not None or triton.key is not None or triton.chain is not None:
+        tls = Tls(triton.ca, triton.key, triton.chain)
+    return ExecutorChoice(
+        python=options.python,
+        device=options.device,
+        log=options.log,
+        start_timeout_s=options.start_timeout_s,
+        settings=ExecutorSettings(
+            cancel=options.cancel,
+            pass_timeout_s=options.pass_timeout_s,
+            progress_timeout_s=options.progress_timeout_s,
+            restarts_max=options.restarts_max,
+        ),
+        triton_url=triton.url,
+        triton_model=triton.model,
+        triton_tls=tls,
+        triton_allow_plaintext=triton.allow_plaintext,
+    )
 
 
 async def serve(

@@ -62,7 +62,8 @@ class TrtLlmSpec:
     model: its name on the hub, without the organisation. architecture: qwen2 (Qwen2, Qwen2.5) or llama.
     checkpoint: directory of the Hugging Face checkpoint; None: `repo` at `revision` is fetched from the hub.
     python: interpreter of the environment that has tensorrt_llm. gpu: name that the device must contain.
-    lengths, batches: the grid, tokens and requests. pass_tokens_max, requests_max: largest pass.
+    lengths, batches: the grid, tokens and requests. pass_tokens_max, requests_max: of one iteration, those
+    that decode included.
     context_tokens_max: longest prompt plus answer. separate_lp: build a second engine for long prefills (a
     second copy of the weights). memory_share: of the GPU for weights, activations and KV. calibration_s:
     seconds of measuring. calibration_text: a text file, one example a line, that FP8 scales are set from;
@@ -87,7 +88,7 @@ class TrtLlmSpec:
     lengths: tuple[int, ...] = LENGTHS
     batches: tuple[int, ...] = BATCHES
     pass_tokens_max: int = 8_192
-    requests_max: int = 64
+    requests_max: int = 256
     requests_opt: int = 8
     context_tokens_max: int = 32_768
     block_tokens: int = 32
@@ -202,7 +203,7 @@ def trtllm_spec(
     gemm: str = "both",
     separate_lp: bool = False,
     pass_tokens_max: int = 8_192,
-    requests_max: int = 64,
+    requests_max: int = 256,
     context_tokens_max: int = 32_768,
     lengths: tuple[int, ...] = LENGTHS,
     batches: tuple[int, ...] = BATCHES,

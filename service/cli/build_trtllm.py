@@ -49,7 +49,10 @@ SeparateLp = Annotated[
     bool, _option("Build a second engine for long prefills: a second copy of the weights.", "--separate-lp")
 ]
 PassTokensMax = Annotated[int | None, _option("Largest pass, tokens, 65 to 16384. Default: 8192.")]
-RequestsMax = Annotated[int | None, _option("Most requests in a pass. Default: 64.")]
+RequestsMax = Annotated[
+    int | None,
+    _option("Most requests in an iteration: prompts of a pass and those that decode. Default: 256."),
+]
 ContextTokensMax = Annotated[int | None, _option("Longest prompt with its answer, tokens. Default: 32768.")]
 Lengths = Annotated[
     str | None, _option("Lengths L of the grid. Default: 8,16,32,64,128,256.", metavar="N,N,...")

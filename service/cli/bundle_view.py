@@ -39,7 +39,10 @@ def lines(bundle: GpuBundle) -> list[tuple[str, str]]:
         ("precision", f"{backend.dtype}, quantisation {backend.quantisation}, KV in {backend.kv_dtype}"),
         ("gpu", f"{gpu.name}, compute capability {gpu.compute_capability}, driver {gpu.driver}"),
         *_engines(manifest),
-        ("limits", f"{limits.context_tokens_max} tokens a request, {limits.requests_max} requests a pass"),
+        (
+            "limits",
+            f"{limits.context_tokens_max} tokens a request, {limits.requests_max} requests an iteration",
+        ),
         ("kv", f"{limits.kv_blocks} blocks of {limits.block_tokens} tokens, {_gb(manifest.kv_pool_bytes)}"),
         ("memory", f"{_gb(limits.memory_bytes)} of {_gb(gpu.memory_bytes)} a GPU"),
         *_cost(manifest),
