@@ -252,7 +252,7 @@ def test_measuring_changes_nothing(profiles: Profiles) -> None:
 
 
 def test_biases_count() -> None:
-    """Qwen2's biases move the logits, and by exactly what they should: as a bias on K alone, nothing."""
+    """Biases of zero change nothing; one on V moves the logits."""
     config = DecoderConfig(SHAPE, 256, TINY.rope_base, TINY.norm_eps, qkv_bias=True)
     rng = np.random.default_rng(0)
     arrays = {**WEIGHTS}
