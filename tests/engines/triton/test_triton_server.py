@@ -168,6 +168,18 @@ def test_the_end_of_the_stream_is_the_end_where_no_response_says_so(serve: Serve
     assert heard[-1].ending is Ending.LENGTH
 
 
+def test_a_full_queue_of_reports_makes_streams_wait_and_loses_nothing(serve: Serve, connect: Connect) -> None:
+    server, made = serve(), call(max_tokens=30)
+    link = connect(server, reports_max=4)
+    link.enqueue([made])
+    eventually(lambda: server.executor.live == 0)  # it has made them all
+    first = link.receive(WAIT_S)
+    assert len(first) <= 4
+    heard = [report for report in first if isinstance(report, Answer)]
+    heard += answers(link, until=ended)
+    assert said(heard) == expected(made)
+
+
 # --- what is sent ---
 
 
