@@ -137,7 +137,7 @@ class Ledger:
             self._held_cached += value in self._holders
         if added:
             self._events.append(BlocksStored(tuple(added)))
-        self.make_room(0)
+        self._forget_oldest()
 
     def gone(self, mark: int, hashes: Sequence[int]) -> None:
         """A call sent at `mark` did not find these blocks. What was stored since is cached all the same."""
@@ -152,13 +152,10 @@ class Ledger:
         if gone:
             self._events.append(BlocksRemoved(tuple(gone)))
 
-    def make_room(self, blocks: int) -> None:
-        """Forget the least recently used prefixes that can't be cached beside `blocks` of live requests.
-
-        For an executor that does not tell what it evicts; after its events, this finds nothing to do.
-        """
-        room = self._held_cached + max(0, self.blocks_total - blocks)
-        excess = len(self._cached) - min(self.blocks_total, room)  # held ones are idle sooner or later
+    def _forget_oldest(self) -> None:
+        """No more names than blocks, least recently used first: an executor may not tell what it evicts.
+        After its events this finds nothing to do."""
+        excess = len(self._cached) - self.blocks_total
         if excess > 0:
             idle = [value for value in self._cached if value not in self._holders]
             self.drop(idle[:excess])

@@ -163,7 +163,7 @@ def test_held_cached_and_free_are_the_pool(
         ledger.let_go(hashes, private)
         ledger.check()
     assert ledger.blocks_held == 0
-    ledger.make_room(0)
+    ledger.settle(ledger.mark(), ())
     assert ledger.blocks_cached <= TOTAL
 
 
@@ -180,12 +180,11 @@ def test_what_is_shared_is_held_once() -> None:
 
 def test_without_events_the_least_recently_used_goes_and_its_tail_first() -> None:
     ledger = Ledger(TOTAL, BLOCK)
-    old, new = chain_hashes(prompt(4), BLOCK), chain_hashes(prompt(4, 1), BLOCK)
-    ledger.settle(ledger.mark(), new)
-    ledger.settle(ledger.mark(), old)
-    ledger.settle(ledger.mark(), new)  # used again
-    ledger.make_room(2)
-    assert (ledger.lookup(old), ledger.lookup(new)) == (2, 4)
+    old, new, last = (chain_hashes(prompt(blocks, which), BLOCK) for which, blocks in enumerate((4, 4, 2)))
+    for hashes in (new, old, new, last):  # `new` is used again
+        ledger.settle(ledger.mark(), hashes)
+        ledger.check()
+    assert [ledger.lookup(hashes) for hashes in (old, new, last)] == [2, 4, 2]
 
 
 def test_names_whose_removal_was_lost_do_not_pile_up() -> None:
