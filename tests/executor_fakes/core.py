@@ -215,7 +215,7 @@ class Core:
         return None
 
     def _cached(self, live: Live) -> list[Block]:
-        if not self.limits.reuse:
+        if not self.limits.reuse or live.request.kind is Kind.GENERATION_ONLY:  # the KV comes whole
             return []
         return self.pool.match(live.hashes[: (live.prompt_tokens - 1) // self.pool.block_tokens])
 
