@@ -182,11 +182,8 @@ class TorchCudaEngine:
         if shape is not None:
             try:
                 tokens = self._run(model, pass_, running)
-            except RuntimeError as error:  # out of memory is one
-                lost = tuple(item.request_id for item in pass_.items)
-                for request_id in lost:
-                    self.cancel(request_id)
-                raise PassError(f"pass {pass_.pass_id} failed: {error}", lost) from error
+            except RuntimeError as error:
+                raise self._failed(pass_, error) from error
         pairs = zip(steps, pass_.items, strict=True)
         items: tuple[ItemResult, ...]
         if pass_.completes:
@@ -227,6 +224,17 @@ class TorchCudaEngine:
         self._model = None
 
     # --- a pass ---
+
+    def _failed(self, pass_: Pass, error: RuntimeError) -> PassError | EngineError:
+        """Out of memory ends a pass. Any other error of a kernel leaves CUDA unusable: the engine is lost."""
+        lost = tuple(item.request_id for item in pass_.items)
+        what = f"pass {pass_.pass_id} failed: {error}"
+        if self.model.device.type == "cuda" and type(error).__name__ != "OutOfMemoryError":
+            self.close()
+            return EngineError(what)
+        for request_id in lost:
+            self.cancel(request_id)
+        return PassError(what, lost)
 
     def _run(self, model: TorchModel, pass_: Pass, steps: Sequence[Step]) -> dict[str, int]:
         """The token of each request that has one now."""

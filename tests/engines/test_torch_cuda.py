@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from engines.base import EngineError, PassError
 from engines.models import ModelShape
 from engines.profiles import Profiles
 from engines.torch_cuda import CLASS_PROFILES, TorchCudaEngine, TorchOptions
@@ -140,6 +143,8 @@ def test_variable_length_kernels_get_what_they_need(monkeypatch: pytest.MonkeyPa
     assert check(flash, 6, 2, 8, torch.device("cpu"), torch.float32) < 1e-6
     monkeypatch.undo()
 
+    if find_spec("triton") is None or find_spec("triton.language") is None:
+        monkeypatch.setitem(sys.modules, "triton", None)  # a folder of tests here is no compiler
     import torch.nn.attention.varlen as public
 
     def varlen_attn(*args: Any, window_size: tuple[int, int], enable_gqa: bool) -> Any:
@@ -249,6 +254,34 @@ def test_measuring_changes_nothing(profiles: Profiles) -> None:
             made.measure(*shape)
     with pytest.raises(ValueError, match="kv_capacity_tokens"):
         engine().measure(8, 2000)
+
+
+def test_a_pass_without_memory_fails_alone_and_another_error_of_cuda_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(error: RuntimeError) -> Any:
+        def forward(batch: Any) -> Any:
+            raise error
+
+        return forward
+
+    made = engine()
+    items = (PassItem("a", 30, 0),)
+    for name in "ab":
+        made.submit(EngineRequest(name, tuple(range(30)), 2))
+    monkeypatch.setattr(made.model, "device", torch.device("cuda"))
+    monkeypatch.setattr(made.model, "forward", fails(torch.OutOfMemoryError("none left")))
+    with pytest.raises(PassError, match="none left") as caught:
+        made.execute(Pass(next(_pass_ids), PassKind.PREFILL, items))
+    assert caught.value.request_ids == ("a",)
+    assert made.stats().requests_live == 1
+    assert made.stats().kv_blocks_free == made.stats().kv_blocks_total
+    monkeypatch.setattr(made.model, "forward", fails(RuntimeError("illegal memory access")))
+    with pytest.raises(EngineError, match="illegal"):
+        made.execute(Pass(next(_pass_ids), PassKind.PREFILL, (PassItem("b", 30, 0),)))
+    assert made.stats().requests_live == 0
+    with pytest.raises(EngineError, match="closed"):
+        made.submit(EngineRequest("c", (1,), 1))
 
 
 def test_biases_count() -> None:
