@@ -61,7 +61,7 @@ class ChildSettings:
 
     start_timeout_s: float = 600.0
     send_timeout_s: float = 5.0
-    close_grace_s: float = 10.0
+    close_grace_s: float = 5.0
     printed_bytes: int = 65_536
     log: Path | None = None
     log_bytes: int = 16_000_000
@@ -168,10 +168,11 @@ class Child:
         why: str | None = None
         try:
             while not self._stop.is_set():
-                if self._connection.poll(_POLL_S) and not self._give(
-                    decode(self._connection.recv_bytes(MESSAGE_BYTES_MAX))
-                ):
-                    return
+                if self._connection.poll(_POLL_S):
+                    if not self._give(decode(self._connection.recv_bytes(MESSAGE_BYTES_MAX))):
+                        return
+                elif self._has_ended():  # a process that it forked may hold its socket open
+                    raise EOFError
         except EOFError:
             why = "its socket closed"
         except WireError as error:
@@ -236,7 +237,10 @@ class Child:
         """Looks without reaping: until it is reaped nobody else can have its pid."""
         if self._process is None or self._process.returncode is not None:
             return True
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
 
     def ended_by_itself(self, wait_s: float) -> bool:
         deadline = time.monotonic() + wait_s
@@ -259,9 +263,8 @@ class Child:
         assert process is not None
         if not self.ended_by_itself(patience_s + 1.0 if patience_s else 0.0):
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            if not self.ended_by_itself(grace_s):
-                process.kill()
+                os.kill(process.pid, signal.SIGTERM)
+            self.ended_by_itself(grace_s)
         # Processes that it started are in its group; the group's number is ours until the child is reaped.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -320,7 +323,10 @@ def _environment(added: Mapping[str, str], device: int) -> dict[str, str]:
             f"device {device} is not there: CUDA_VISIBLE_DEVICES names {len(visible)}",
             "choose a lower device, or make more visible",
         )
-    environment["CUDA_VISIBLE_DEVICES"] = visible[device].strip() if visible else str(device)
+    if visible:
+        environment["CUDA_VISIBLE_DEVICES"] = visible[device].strip()
+    else:  # set and empty means none, and stays so
+        environment.setdefault("CUDA_VISIBLE_DEVICES", str(device))
     return environment | dict(added)
 
 

@@ -35,7 +35,7 @@ from engines.trtllm_child.spelling import TORCH_ENDINGS, accepts, engine_spellin
 from engines.trtllm_child.wire import Reports
 
 BATCH_WAIT_MS = 1.0  # for the rest of a pass; a message between its processes takes about a tenth of that [?]
-_DRAIN_S = 0.002  # each for statistics and events, which are queues read with a timeout
+_DRAIN_S = 0.0005  # for statistics and for events: queues that are read until nothing came for so long
 _SEED_MAX = 2**63 - 1
 _MEMORY_SHARE = 0.9  # upper bound beside max_tokens; the smaller of the two counts
 

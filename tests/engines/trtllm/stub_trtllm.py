@@ -20,6 +20,7 @@ VICES = (
     "refuse",  # refuses requests of more than 100 tokens
     "grandchild",  # leaves a process of its own behind
     "no_stats",
+    "fork_and_die",  # of the second request: a fork of it lives on and holds the socket
 )
 
 _PACKAGE = """
@@ -141,6 +142,10 @@ class Executor:
         return None if VICE == "no_stats" else self._manager
 
     def enqueue_requests(self, requests):
+        if VICE == "fork_and_die" and self._done and os.fork():
+            os._exit(9)
+        if VICE == "fork_and_die" and self._done:
+            time.sleep(300)
         ids = []
         with self._condition:
             for request in requests:

@@ -192,6 +192,13 @@ def test_garbage_is_a_lost_link_that_shows_it(make: Make) -> None:
         os.kill(pid, 0)  # a child that talks nonsense does not live on
 
 
+def test_a_child_whose_fork_holds_its_socket_is_lost_all_the_same(make: Make) -> None:
+    link = make("fork_and_die")
+    link.start()
+    link.enqueue([_call("a")])
+    assert "exit code 9" in _hear_the_end(link)
+
+
 def test_a_child_that_dies_at_its_start(make: Make) -> None:
     with pytest.raises(LinkLost, match=r"exit code 7(.|\n)*out of luck"):
         make("die_at_start").start()
@@ -305,8 +312,9 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_child_ends_with_its_parent(stub: Path, tmp_path: Path) -> None:
-    """A parent that is killed closes nothing; its child ends all the same, even while its executor hangs."""
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_child_ends_with_its_parent(stub: Path, tmp_path: Path, stopped: bool) -> None:
+    """A parent that is killed says nothing; its child ends all the same, hanging or even stopped."""
     parent = tmp_path / "parent.py"
     parent.write_text(
         "import sys, time\nfrom pathlib import Path\nsys.path.insert(0, sys.argv[1])\n"
@@ -327,6 +335,8 @@ def test_a_child_ends_with_its_parent(stub: Path, tmp_path: Path) -> None:
         assert process.stdout is not None
         child = int(process.stdout.readline())
         assert _runs(child)
+        if stopped:  # no thread of it can see the end of the socket
+            os.kill(child, signal.SIGSTOP)
         process.kill()
     deadline = time.monotonic() + 5
     while _runs(child) and time.monotonic() < deadline:
@@ -334,8 +344,12 @@ def test_a_child_ends_with_its_parent(stub: Path, tmp_path: Path) -> None:
     assert not _runs(child)
 
 
-def test_the_child_sees_engines_and_nothing_else_of_this_environment(stub: Path, tmp_path: Path) -> None:
-    """With an interpreter that has no site packages: what the child imports is there."""
+def test_the_child_sees_engines_and_nothing_else_of_this_environment(
+    stub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an interpreter that has no site packages, started in a directory that has other `engines`."""
+    (tmp_path / "engines.py").write_text("raise SystemExit('not these')")
+    monkeypatch.chdir(tmp_path)
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)

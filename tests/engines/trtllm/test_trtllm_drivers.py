@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +38,7 @@ from engines.trtllm_child.config import ChildConfig, Driver
 from engines.trtllm_child.driver import ChildDriver, warm_up
 from engines.trtllm_child.executor_driver import ExecutorDriver, executor_config
 from engines.trtllm_child.main import load
-from engines.trtllm_child.spelling import accepts, engine_spelling, kv_cache_type, only
+from engines.trtllm_child.spelling import accepts, engine_spelling, kv_cache_type, only, torch_spelling
 from engines.trtllm_child.torch_driver import BATCH_WAIT_MS, TorchDriver, llm_arguments
 from engines.types import EngineRequest, Padding, Pass, PassItem, PassKind, Sampling
 
@@ -334,6 +334,21 @@ def test_the_llm_is_told_everything(use: Use, stratum: str, role: ExecutorRole) 
         assert told["torch_compile_config"].capture_num_tokens == [64, 1_024]
         assert told["torch_compile_config"].enable_piecewise_cuda_graph is True
         assert told["kv_cache_config"].tokens_per_block == BLOCK
+
+
+@pytest.mark.parametrize("known", [("UCX", "NIXL"), ("ucx", "nixl")])
+def test_the_case_of_a_transport_is_that_of_the_package(known: tuple[str, ...]) -> None:
+    """The fakes take any text; pydantic and the enum of the bindings take their own spelling alone."""
+
+    class Config:
+        def __init__(self, backend: str, max_tokens_in_buffer: int) -> None:
+            if backend not in known:
+                raise ValueError(f"Input should be one of {known}")
+            self.backend = backend
+
+    api = SimpleNamespace(CacheTransceiverConfig=Config, TorchCompileConfig=Config, KvCacheConfig=Config)
+    told = torch_spelling(api, SimpleNamespace()).transceiver("NIXL", 1, 1)
+    assert told.backend == known[1]
 
 
 def test_sizes_that_can_not_be_captured_are_refused(use: Use) -> None:
