@@ -22,7 +22,8 @@ _PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfo
 
 
 def read_text(directory: Path) -> Text:
-    """Raises CheckpointError saying which file or token is missing."""
+    """Raises CheckpointError saying which file or token is missing, or that the tokenizer can't be loaded."""
+    _check_tokenizer(directory / TOKENIZER)
     settings = _load(directory / "tokenizer_config.json")
     tokenizer = _load(directory / TOKENIZER)
     config = read_config(directory)
@@ -38,6 +39,19 @@ def read_text(directory: Path) -> Text:
         eos_id=eos_id,
         add_bos=add_bos,
     )
+
+
+def _check_tokenizer(path: Path) -> None:
+    """The service would find out only when it starts. Left out where `tokenizers` is not installed."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return
+    if path.is_file():
+        try:
+            Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(f"{path} is no tokenizer: {error}", _REMEDY) from None
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -102,10 +102,16 @@ def write_checkpoint(directory: Path, architecture: str = "qwen2", **changed: An
         **changed,
     }
     vocabulary = {"<s>": 0, "<|text_end|>": 1, "<|turn_end|>": 2, "a": 3}
+    vocabulary |= {f"w{number}": number for number in range(4, shape.vocab)}
     tokenizer = {
         "version": "1.0",
         "added_tokens": [
-            {"id": number, "content": text, "special": True}
+            {
+                "id": number,
+                "content": text,
+                "special": True,
+                **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+            }
             for text, number in vocabulary.items()
             if number < 3
         ],
