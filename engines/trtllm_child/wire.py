@@ -87,6 +87,7 @@ Message = Configure | Enqueue | Cancel | Close | Started | Failed | Reports
 Decode = Callable[[Any, str], Any]
 
 _KIND = "is"  # no field may have this name
+_AS_IT_IS = frozenset((str, int, float, bool))
 _encoders: dict[Any, Callable[[Any], Any]] = {}
 _decoders: dict[Any, Decode] = {}
 
@@ -122,7 +123,7 @@ def _new_encoder(of: Any) -> Callable[[Any], Any]:
             raw: dict[str, Any] = {_KIND: kind}
             for name in names:
                 item = getattr(value, name)
-                raw[name] = _encoder(type(item))(item)
+                raw[name] = item if item is None or type(item) in _AS_IT_IS else _encoder(type(item))(item)
             return raw
 
         return object_of
@@ -131,8 +132,8 @@ def _new_encoder(of: Any) -> Callable[[Any], Any]:
     if of is bytes:
         return lambda value: base64.b64encode(value).decode("ascii")
     if of is tuple:
-        return lambda value: [item if type(item) is int else _encoder(type(item))(item) for item in value]
-    if of in (str, int, float, bool, types.NoneType):
+        return _list_of
+    if of in _AS_IT_IS or of is types.NoneType:
         return lambda value: value
     raise TypeError(f"{of.__name__} can't be sent")
 
@@ -158,6 +159,15 @@ def _new_decoder(of: Any) -> Decode:
     if issubclass(of, Enum):
         return _enum_of(of)
     return _plain(of)
+
+
+def _list_of(items: tuple[Any, ...]) -> Any:
+    return items if _all_int(items) else [_encoder(type(item))(item) for item in items]
+
+
+def _all_int(items: Any) -> bool:
+    """Token ids, most of what is sent, need no look at each."""
+    return set(map(type, items)) == {int}
 
 
 def _plain(of: type) -> Decode:
@@ -196,7 +206,7 @@ def _tuple_of(args: tuple[Any, ...]) -> Decode:
     def read(raw: Any, where: str) -> tuple[Any, ...]:
         if type(raw) is not list:
             raise WireError(f"{where}: {_short(raw)} is not a list")
-        if whole and all(type(item) is int for item in raw):  # token ids: most of what is sent
+        if whole and _all_int(raw):
             return tuple(raw)
         if endless:
             return tuple(each[0](item, where) for item in raw)
