@@ -166,6 +166,13 @@ def test_reuse_is_by_whole_blocks_and_never_of_the_last_token(tokens: int, again
     assert stats["inflightBatchingStats"]["numCtxTokens"] == again - reused * BLOCK
 
 
+@given(tokens=st.integers(1, 60), answer=st.integers(1, 20))
+def test_the_last_token_of_an_answer_has_no_kv(tokens: int, answer: int) -> None:
+    executor = small_executor()
+    run(executor, FakeRequest(prompt(tokens), answer))
+    assert executor.pool.idle == (tokens + answer - 1) // BLOCK
+
+
 @given(tokens=st.integers(1, 60), answer=st.integers(2, 8))
 def test_a_hand_over_gives_the_tokens_of_one_executor(tokens: int, answer: int) -> None:
     context, decode = small_executor(), small_executor()

@@ -147,9 +147,10 @@ def _executor_class(surface: Surface, names: dict[str, Any]) -> type:
             return self.enqueue_requests([request])[0]
 
         def enqueue_requests(self, requests: Sequence[Any]) -> list[int]:
-            if tuple(requests[0].input_token_ids) == RESET:
+            asked = [self._request(request) for request in requests]
+            if asked and asked[0].token_ids == RESET:
                 self._fake.reset()
-            return self._fake.enqueue_requests([self._request(request) for request in requests])
+            return self._fake.enqueue_requests(asked)
 
         def await_responses(self, *args: Any, timeout: timedelta | None = None, id: int | None = None) -> Any:
             if args and isinstance(args[0], timedelta):
