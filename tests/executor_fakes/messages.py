@@ -90,7 +90,10 @@ class ReuseMetrics:
 
 @dataclass(frozen=True, slots=True)
 class FakeResponse:
-    """tokens: new output tokens when streaming, else all of them, also those of the context side. error: set, there is no result."""
+    """tokens: new output tokens when streaming, else all of them, also those of the context side.
+
+    error: set, there is no result.
+    """
 
     request_id: int
     tokens: tuple[int, ...] = ()

@@ -148,7 +148,7 @@ def _binding(entry: dict[str, Any], params: list[list[str]], names: dict[str, An
 
 def bound(cls: type, **values: Any) -> Any:
     """An object of a binding class that only the other side makes."""
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     for name, value in values.items():
         setattr(made, name, value)
     return made
