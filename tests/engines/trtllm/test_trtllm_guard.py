@@ -131,3 +131,9 @@ def test_the_service_side_imports_neither_tensorrt_llm_nor_torch() -> None:
         "assert not alien, alien\n"
     )
     subprocess.run([sys.executable, "-c", child], check=True)
+
+
+def test_a_worker_of_the_executor_does_not_become_a_child() -> None:
+    """mpi4py runs the main module of its parent again in each worker, as `__worker__`."""
+    code = "import runpy; runpy.run_module('engines.trtllm_child', run_name='__worker__')"
+    subprocess.run([sys.executable, "-c", code], check=True)
