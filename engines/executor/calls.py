@@ -69,7 +69,7 @@ class InFlight:
         """Whether it has what a prefill pass waits for."""
         if self.stream is None or self.call.kind is CallKind.CONTEXT_ONLY:
             return self.final
-        return self.final or bool(self.stream.outputs)
+        return bool(self.stream.outputs)  # its end is one too
 
 
 @dataclass(slots=True, eq=False)
@@ -299,8 +299,6 @@ class CallBook:
         if tokens < call.start:
             what = f"call {name} found {tokens} tokens in the cache, {call.start} were thought to be there"
             self._note(Incident.EVICTED, what)
-            hashes = chain_hashes(call.call.token_ids[: call.start], block)
-            self.ledger.gone(call.mark, hashes[tokens // block :])
 
     def _reserved(self, call: InFlight) -> int:
         """A part ends by itself, and what has given its last token is about to."""

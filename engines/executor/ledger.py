@@ -3,10 +3,9 @@
 An executor names blocks by hashes of its own. It tells them with their tokens and their parent, so each gets
 our chain hash (`engines.blocks`), and from then on a prompt can be looked up before it is sent.
 
-Three sources feed the ledger. Events are the truth, but may come late, be lost, or not exist. So a call that
-ends is a source too: the blocks that it computed are taken as cached, except those of which an event spoke
-after the call was sent. The third source corrects both: an answer that reused less than was predicted shows
-that the rest is gone.
+Two sources feed the ledger. Events are the truth, but may come late, be lost, or not exist. So a call that
+ends is a source too: the blocks that it computed or found are taken as cached, except those of which an event
+spoke after the call was sent.
 
 Held blocks are counted by content: two requests that hold the same prefix share its blocks. What they share
 with nobody, a last block that is not full or generated tokens, they hold on top.
@@ -119,7 +118,7 @@ class Ledger:
     # --- what calls leave ---
 
     def mark(self) -> int:
-        """Now, in events: for `settle` and `gone`, of a call that is about to be sent."""
+        """Now, in events: for `settle`, of a call that is about to be sent."""
         return self._now
 
     def settle(self, mark: int, hashes: Sequence[int]) -> None:
@@ -138,10 +137,6 @@ class Ledger:
         if added:
             self._events.append(BlocksStored(tuple(added)))
         self._forget_oldest()
-
-    def gone(self, mark: int, hashes: Sequence[int]) -> None:
-        """A call sent at `mark` did not find these blocks. What was stored since is cached all the same."""
-        self.drop([value for value in hashes if self._heard.get(value, 0) <= mark])
 
     def drop(self, hashes: Iterable[int]) -> None:
         """These are cached no more."""

@@ -181,6 +181,7 @@ class ScriptedLink:
     facts: Facts = field(default_factory=lambda: Facts("1.2.1", BLOCKS, BLOCK))
     now_s: float = 0.0
     starts: int = 0
+    history: list[str] = field(default_factory=list)
     start_fails: int = 0
     refuses: bool = False  # enqueue and cancel find the executor gone
 
@@ -189,6 +190,7 @@ class ScriptedLink:
 
     def start(self) -> Facts:
         self.starts += 1
+        self.history.append("start")
         if self.starts > 1 and self.start_fails:
             self.start_fails -= 1
             raise LinkLost("it does not come up")
@@ -220,7 +222,7 @@ class ScriptedLink:
         return [self._addressed(report) for report in reports]
 
     def close(self) -> None:
-        pass
+        self.history.append("close")
 
     def call_of(self, request_id: str) -> str:
         ids = [call.call_id for calls in self.calls for call in calls]

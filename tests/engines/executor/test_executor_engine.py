@@ -118,6 +118,14 @@ def test_a_budget_without_a_whole_block_computes_nothing_and_asks_for_nothing() 
     assert made.incidents == {"evicted": 1}
 
 
+def test_the_last_token_of_a_prompt_that_is_all_cached_is_computed() -> None:
+    made = rig()
+    for name, computed in (("first", 24), ("second", BLOCK)):
+        made.engine.submit(asked(name, 24))
+        item = made.prefill((name, 24, 0)).items[0]
+        assert (item.computed, item.token) == (computed, answer_of(asked("", 24))[0])
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_blocks_evicted_between_parts_are_seen_before_the_next(late: bool) -> None:
     made = rig(Vices(late_perf_metrics=late))
@@ -310,6 +318,7 @@ DONE = Answer("r", (1,), True, Ending.LENGTH)
         ([iteration(1, 1, 20), DONE], Ran(1, 1, 20), 0),
         ([iteration(1, 1, 12), iteration(2, 0, 0), iteration(3, 1, 8), DONE], Ran(2, 2, 20), 1),
         ([iteration(1, 3, 90), DONE], Ran(1, 3, 90), 0),  # merged with others: harmless
+        ([iteration(1, 1, 20), iteration(2, 1, 30), DONE], Ran(1, 1, 20), 0),  # of another's prompt
         ([iteration(1, 1, 12), DONE], None, 0),  # one is missing
         ([DONE], None, 0),
     ],

@@ -66,6 +66,15 @@ def test_a_lost_executor_takes_all_with_it_and_comes_back() -> None:
     serves(made)
 
 
+def test_an_executor_that_hangs_is_ended_before_it_is_started_again() -> None:
+    link, engine = scripted([], progress_timeout_s=20.0)
+    engine.submit(asked("r", 20, 4))
+    with pytest.raises(PassError):
+        engine.execute(prefill_of(("r", 20, 0)))
+    assert link.history == ["start", "close", "start"]
+    assert link.now_s == 20.0
+
+
 def test_a_loss_noticed_in_a_cancel_is_raised_by_the_next_pass() -> None:
     link, engine = scripted([[FIRST]])
     for name in ("r", "s"):
@@ -227,7 +236,7 @@ def test_an_executor_that_is_idle_between_passes_does_not_hang() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=60),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)), max_size=60),
     st.integers(1, 5),
 )
 def test_a_leak_is_what_was_in_excess_all_through_a_row(reports: list[tuple[int, int]], row: int) -> None:

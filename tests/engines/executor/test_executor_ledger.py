@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from engines.blocks import chain_hash, chain_hashes
 from engines.executor.ledger import Ledger
 from engines.executor.types import CacheRemoved, CacheStored
-from engines.types import BlocksRemoved, BlocksStored
+from engines.types import BlocksStored
 
 BLOCK, TOTAL = 4, 8
 
@@ -105,17 +105,13 @@ def test_a_call_that_ends_is_believed_but_events_are_believed_more(
         assert all(ledger.lookup(hashes) <= index for index in gone)
 
 
-def test_what_an_answer_did_not_find_is_gone_unless_it_was_stored_since() -> None:
+def test_after_a_gap_a_call_that_ends_is_believed_whatever_was_heard_before() -> None:
     ledger = Ledger(TOTAL, BLOCK)
-    ledger.stored(stored(0, 0, 3))
     hashes, mark = chain_hashes(prompt(3), BLOCK), ledger.mark()
-    ledger.removed(CacheRemoved((theirs(0, 1),)))
-    ledger.stored(stored(0, 1, 1))
-    ledger.gone(mark, hashes[1:])
-    assert ledger.lookup(hashes) == 2
-    ledger.take_events()
-    ledger.gone(ledger.mark(), hashes[1:])
-    assert ledger.take_events() == (BlocksRemoved((hashes[1],)),)
+    ledger.stored(stored(0, 0, 3))
+    ledger.clear(names=False)
+    ledger.settle(mark, hashes)
+    assert ledger.lookup(hashes) == 3
 
 
 def test_blocks_after_an_unknown_one_have_no_name() -> None:
