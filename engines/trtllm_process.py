@@ -171,8 +171,8 @@ class Child:
                 if self._connection.poll(_POLL_S):
                     if not self._give(decode(self._connection.recv_bytes(MESSAGE_BYTES_MAX))):
                         return
-                elif self._has_ended():  # a process that it forked may hold its socket open
-                    raise EOFError
+                elif self._has_ended() and not self._connection.poll(0):
+                    raise EOFError  # a process that it forked may hold its socket open
         except EOFError:
             why = "its socket closed"
         except WireError as error:
@@ -203,7 +203,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C at the service is for the service
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._failure = str(error)
         self._ready.set()
         if self._process is None or self._process.stdout is None:
