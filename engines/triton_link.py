@@ -1,14 +1,13 @@
-"""A link to a Triton server, over tritonclient's asyncio client on an event loop in a thread of its own.
+"""A link to a Triton server, over tritonclient's asyncio client on an event loop in another thread.
 
-The caller's thread and the loop meet in `_Reports` and in `call_soon_threadsafe` alone. A `Session` is one
-connection (`engines.triton_session`); when it is lost, `start` opens the next, and calls of before are
-forgotten.
+The loop is one for all links of a process (`engines.triton_loop`). The caller's thread meets it in `_Reports`
+and in `call_soon_threadsafe` alone. A `Session` is one connection (`engines.triton_session`); when it is lost,
+`start` opens the next, and calls of before are forgotten.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from engines.executor.types import BackendUnavailable, Call, Facts, LinkLost, Report
+from engines.triton_loop import process_loop
 from engines.triton_messages import CallReader, request_of, values_of
 from engines.triton_options import TritonOptions
 from engines.triton_session import Session, open_client
@@ -68,8 +68,6 @@ class TritonLink:
         self._options = options
         self._reports = _Reports(options.reports_max)
         self._session: Session | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
 
     def start(self) -> Facts:
         """Connect anew. Calls of before are forgotten; the server ends them: their streams are cancelled."""
@@ -80,11 +78,11 @@ class TritonLink:
                 f"tritonclient can't be imported ({error})",
                 "install the extra: pip install 'plaserve[triton]'",
             ) from error
-        loop = self._running_loop()
-        self._end_session()
+        with suppress(LinkLost):  # the old connection hangs; it is let go all the same
+            self._end_session()
         self._reports = _Reports(self._options.reports_max)
         limit_s = self._options.start_timeout_s + 2 * self._options.rpc_timeout_s + _GRACE_S
-        facts: Facts = self._in_loop(self._open(self._reports), loop, limit_s)
+        facts: Facts = self._in_loop(self._open(self._reports), limit_s)
         return facts
 
     def enqueue(self, calls: Sequence[Call]) -> None:
@@ -102,16 +100,8 @@ class TritonLink:
         return self._reports.take(timeout_s)
 
     def close(self) -> None:
-        loop, thread = self._loop, self._thread
-        if loop is None or thread is None:
-            return
-        with suppress(LinkLost):  # it hangs; the loop ends all the same
+        with suppress(LinkLost):  # it hangs; it is let go all the same
             self._end_session()
-        self._loop = self._thread = None
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(self._options.rpc_timeout_s)
-        if not thread.is_alive():
-            loop.close()
 
     def _made(self, call: Call) -> tuple[CallReader, dict[str, Any]]:
         options = self._options
@@ -132,38 +122,20 @@ class TritonLink:
 
     def _end_session(self) -> None:
         session, self._session = self._session, None
-        if session is not None and self._loop is not None:
-            self._in_loop(session.close(), self._loop, self._options.rpc_timeout_s)
+        if session is not None:
+            self._in_loop(session.close(), self._options.rpc_timeout_s)
 
     def _soon(self, act: Callable[[Session], None]) -> None:
-        session, loop = self._session, self._loop
-        if session is None or loop is None:
+        session = self._session
+        if session is None:
             raise LinkLost(f"no connection to {self._options.url}; start() opens one")
         self._reports.check()
-        loop.call_soon_threadsafe(act, session)
+        process_loop().call_soon_threadsafe(act, session)
 
-    def _in_loop(
-        self, work: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop, limit_s: float
-    ) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, loop)
+    def _in_loop(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, process_loop())
         try:
             return future.result(limit_s)
         except TimeoutError:
             future.cancel()
             raise LinkLost(f"{self._options.url} did not answer in {limit_s:g} s") from None
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._loop.set_exception_handler(_quiet)
-            self._thread = threading.Thread(target=self._loop.run_forever, name="triton-link", daemon=True)
-            self._thread.start()
-        return self._loop
-
-
-def _quiet(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """gRPC has one poller for all loops of a process and wakes them all. The one that comes second finds
-    nothing to read or, when the last channel was just closed, no poller."""
-    error = context.get("exception")
-    if not (isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EBADF)):
-        loop.default_exception_handler(context)
