@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from engines.blocks import chain_hashes
+from engines.blocks import chain_hash, chain_hashes
 from engines.executor.ledger import Ledger
 from engines.executor.stream import AnswerStream, Output
 from engines.executor.types import (
@@ -42,13 +42,15 @@ class InFlight:
 
     start: prompt tokens that it was to find in the cache; reused: that it found, where the executor said so.
     blocks: its whole need. stream: of a real call, its answer; None for a part. mark: of the ledger, when it
-    was sent. deadline_s: for the first token of a hand-over. held, private: blocks counted as held for it.
+    was sent. names: chain hashes of its request's prompt. deadline_s: for the first token of a hand-over.
+    held, private: blocks counted as held for it.
     """
 
     call: Call
     start: int
     blocks: int
     live: Live | None
+    names: tuple[int, ...]
     stream: AnswerStream | None = None
     mark: int = 0
     deadline_s: float | None = None
@@ -190,7 +192,7 @@ class CallBook:
         call = Call(
             self._name(request), CallKind.GENERATE, request.token_ids[:end], 1, priority=PART_PRIORITY
         )
-        return InFlight(call, start, self._blocks(end + 1), live)
+        return InFlight(call, start, self._blocks(end + 1), live, live.hashes)
 
     def real(self, live: Live, kind: CallKind, start: int, stream: AnswerStream) -> InFlight:
         request = live.request
@@ -203,7 +205,8 @@ class CallBook:
             stream.end_id,
             RETAIN_PRIORITY if request.retain else None,
         )
-        return InFlight(call, start, self._blocks(live.prompt_tokens + request.max_new_tokens), live, stream)
+        need = self._blocks(live.prompt_tokens + request.max_new_tokens)
+        return InFlight(call, start, need, live, live.hashes, stream)
 
     def no_room(self, blocks: int) -> str | None:
         """Why a call that needs `blocks` would wait for others to end, if it would."""
@@ -234,9 +237,8 @@ class CallBook:
 
     def hold(self, call: InFlight, tokens: int) -> None:
         """A real call has KV of so many tokens. Full blocks of the prompt have names, others are its own."""
-        live = call.live
-        if live is not None and not call.held and not call.private:
-            call.held = live.hashes
+        if not call.held and not call.private:
+            call.held = call.names
             self.ledger.hold(call.held)
         more = self._blocks(tokens) - len(call.held) - call.private
         if more > 0:
@@ -286,9 +288,12 @@ class CallBook:
         block, prompt = self.limits.block_tokens, call.call.token_ids
         if call.call.kind is CallKind.GENERATION_ONLY:
             return ()  # whether pulled blocks become reusable is not verified
-        if call.stream is None or call.call.kind is CallKind.CONTEXT_ONLY:
-            return chain_hashes(prompt, block)
-        return chain_hashes((*prompt, *call.stream.tokens[:-1]), block)  # the last has no KV
+        left = list(call.names[: len(prompt) // block])
+        if call.stream is not None and call.call.kind is not CallKind.CONTEXT_ONLY:
+            tail = (*prompt[len(left) * block :], *call.stream.tokens[:-1])  # the last has no KV
+            for start in range(0, len(tail) - block + 1, block):
+                left.append(chain_hash(left[-1] if left else 0, tail[start : start + block]))
+        return left
 
     def _reused(self, call: InFlight, tokens: int) -> None:
         block, name = self.limits.block_tokens, call.call.call_id

@@ -82,6 +82,7 @@ def test_a_loss_noticed_in_a_cancel_is_raised_by_the_next_pass() -> None:
     engine.execute(prefill_of(("r", 20, 0)))
     link.refuses = True
     engine.cancel("r")
+    link.refuses = False
     engine.submit(asked("t", 20, 4))
     assert engine.stats().requests_live == 2
     with pytest.raises(PassError) as caught:
