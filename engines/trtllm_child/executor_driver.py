@@ -87,7 +87,7 @@ def kv_cache_config(trt: Any, config: ChildConfig) -> Any:
 def request_of(trt: Any, spelling: EngineSpelling, call: Call) -> Any:
     options: dict[str, Any] = {}
     if call.priority is not None:
-        options["kv_cache_retention_config"] = retention(trt, spelling, call.priority)
+        options["kv_cache_retention_config"] = retention(trt, spelling.token_range, call.priority)
     if call.kind is CallKind.GENERATION_ONLY:
         ticket = call.ticket
         if ticket is None:
@@ -124,9 +124,9 @@ def streams(call: Call) -> bool:
     return call.kind is not CallKind.CONTEXT_ONLY and call.max_tokens > 1
 
 
-def retention(trt: Any, spelling: EngineSpelling, priority: int) -> Any:
+def retention(trt: Any, token_range: Any, priority: int) -> Any:
     """The same rank for all blocks of a request, for good."""
-    whole = spelling.token_range(token_start=0, token_end=None, priority=priority, duration_ms=None)
+    whole = token_range(token_start=0, token_end=None, priority=priority, duration_ms=None)
     return trt.KvCacheRetentionConfig(
         token_range_retention_configs=[whole],
         decode_retention_priority=priority,

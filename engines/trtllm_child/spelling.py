@@ -80,11 +80,13 @@ def engine_spelling(executor: Any) -> EngineSpelling:
             f"this TensorRT-LLM has no engine backend ({', '.join(missing)} missing)",
             f"install TensorRT-LLM {PINNED}, or move to backend trtllm_torch",
         )
-    retention = executor.KvCacheRetentionConfig
-    token_range = getattr(retention, "TokenRangeRetentionConfig", None)
-    if token_range is None:
-        token_range = executor.TokenRangeRetentionConfig
-    return EngineSpelling(token_range, lambda *args: _transceiver_of_bindings(executor, *args))
+    return EngineSpelling(token_range_of(executor), lambda *args: _transceiver_of_bindings(executor, *args))
+
+
+def token_range_of(executor: Any) -> Any:
+    """Class of a retention range; the PyTorch backend takes the one of the bindings too."""
+    nested = getattr(executor.KvCacheRetentionConfig, "TokenRangeRetentionConfig", None)
+    return executor.TokenRangeRetentionConfig if nested is None else nested
 
 
 def _transceiver_of_bindings(executor: Any, transport: str, tokens: int, timeout_ms: int) -> Any:

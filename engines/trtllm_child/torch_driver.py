@@ -31,7 +31,12 @@ from engines.executor.types import (
 from engines.trtllm_child.config import ChildConfig
 from engines.trtllm_child.executor_driver import retention, streams
 from engines.trtllm_child.reports import Hearing, pick
-from engines.trtllm_child.spelling import TORCH_ENDINGS, accepts, engine_spelling, torch_spelling
+from engines.trtllm_child.spelling import (
+    TORCH_ENDINGS,
+    TorchSpelling,
+    token_range_of,
+    torch_spelling,
+)
 from engines.trtllm_child.wire import Reports
 
 BATCH_WAIT_MS = 1.0  # for the rest of a pass; a message between its processes takes about a tenth of that [?]
@@ -41,9 +46,14 @@ _MEMORY_SHARE = 0.9  # upper bound beside max_tokens; the smaller of the two cou
 
 
 def llm_arguments(config: ChildConfig) -> dict[str, Any]:
-    """Keywords of `tensorrt_llm.LLM`. Raises BackendUnavailable."""
+    """Keywords of `tensorrt_llm.LLM` of the release that is installed. Raises BackendUnavailable."""
     api = importlib.import_module("tensorrt_llm.llmapi")
     spelling = torch_spelling(api, importlib.import_module("tensorrt_llm.llmapi.llm_args"))
+    return arguments_of(config, api, spelling)
+
+
+def arguments_of(config: ChildConfig, api: Any, spelling: TorchSpelling) -> dict[str, Any]:
+    """Keywords of `LLM`, made of the classes of `api`: `tensorrt_llm.llmapi`, or names that stand for it."""
     if config.capture_tokens and not spelling.captures:
         raise BackendUnavailable(
             "this TensorRT-LLM can't capture prefill graphs at given sizes",
@@ -240,9 +250,9 @@ class TorchDriver:
 
     def _arguments(self, call: Call) -> dict[str, Any]:
         options: dict[str, Any] = {}
-        if call.priority is not None and accepts(self._llm.generate_async, "kv_cache_retention_config"):
-            spelling = engine_spelling(self._trt)
-            options["kv_cache_retention_config"] = retention(self._trt, spelling, call.priority)
+        if call.priority is not None:
+            kept = retention(self._trt, token_range_of(self._trt), call.priority)
+            options["kv_cache_retention_config"] = kept
         if call.kind is not CallKind.GENERATE:
             options["disaggregated_params"] = self._handover(call)
         return {
