@@ -67,6 +67,15 @@ class InFlight:
         return self.start if self.reused is None else self.reused
 
     @property
+    def reserved(self) -> int:
+        """Blocks to keep for it: none where it is a part, or has given its last token and is about to end."""
+        stream = self.stream
+        if stream is None:
+            return 0
+        over = stream.ended and not stream.failed and self.call.kind is not CallKind.CONTEXT_ONLY
+        return 0 if over else self.blocks
+
+    @property
     def answered(self) -> bool:
         """Whether it has what a prefill pass waits for."""
         if self.stream is None or self.call.kind is CallKind.CONTEXT_ONLY:
@@ -208,15 +217,19 @@ class CallBook:
         need = self._blocks(live.prompt_tokens + request.max_new_tokens)
         return InFlight(call, start, need, live, live.hashes, stream)
 
-    def no_room(self, blocks: int) -> str | None:
-        """Why a call that needs `blocks` would wait for others to end, if it would."""
-        reserved = sum(self._reserved(call) for call in self.calls.values())
-        reserved += sum(call.blocks for call in self.tickets.values())
-        free = self.limits.kv_blocks_total - self.leaked_blocks - reserved
-        if blocks <= free:
+    @property
+    def blocks_to_be_had(self) -> int:
+        """By a new call, beside all that real calls may grow to and what has leaked."""
+        reserved = sum([call.reserved for call in self.calls.values()])
+        reserved += sum([call.blocks for call in self.tickets.values()])
+        return max(0, self.limits.kv_blocks_total - self.leaked_blocks - reserved)
+
+    def no_room(self, call: InFlight, to_be_had: int) -> str | None:
+        """Why `call` would wait for others to end, if it would."""
+        if call.blocks <= to_be_had:
             return None
-        leaked = f", {self.leaked_blocks} leaked" if self.leaked_blocks else ""
-        return f"out of KV blocks: {blocks} needed, {max(0, free)} to be had ({reserved} reserved{leaked})"
+        leaked = f" ({self.leaked_blocks} have leaked)" if self.leaked_blocks else ""
+        return f"out of KV blocks: {call.blocks} needed, {to_be_had} to be had{leaked}"
 
     def sent(self, call: InFlight) -> None:
         """It is about to be."""
@@ -304,11 +317,6 @@ class CallBook:
         if tokens < call.start:
             what = f"call {name} found {tokens} tokens in the cache, {call.start} were thought to be there"
             self._note(Incident.EVICTED, what)
-
-    def _reserved(self, call: InFlight) -> int:
-        """A part ends by itself, and what has given its last token is about to."""
-        over = call.stream is None or (call.stream.ended and not call.stream.failed)
-        return 0 if over and call.call.kind is not CallKind.CONTEXT_ONLY else call.blocks
 
     def _name(self, request: EngineRequest) -> str:
         return f"{request.request_id}/{next(self._numbers)}"

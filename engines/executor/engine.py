@@ -200,7 +200,7 @@ class ExecutorEngine:
         call.deadline_s = self._clock() + self._settings.handover_timeout_s
         live.position, live.reported = live.prompt_tokens + len(given) - 1, len(given)
         self._maker.decoding[request.request_id] = live
-        no_room = self._book.no_room(call.blocks)
+        no_room = self._book.no_room(call, self._book.blocks_to_be_had)
         if no_room is not None:
             live.real, call.final = call, True
             stream.fail(no_room)

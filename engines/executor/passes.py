@@ -79,6 +79,7 @@ class PassMaker:
 
     def make_calls(self, steps: Sequence[Step], note: Callable[[Incident, str], None]) -> list[InFlight]:
         """Calls for those that have room. The others have failed, alone."""
+        to_be_had = self._book.blocks_to_be_had
         for step in steps:
             live, name = step.live, step.live.request.request_id
             if step.start < live.position:
@@ -87,9 +88,10 @@ class PassMaker:
             if step.end == step.start:
                 continue
             call = self._call(step)
-            step.error = self._book.no_room(call.blocks)
+            step.error = self._book.no_room(call, to_be_had)
             if step.error is None:
                 step.call = call
+                to_be_had -= call.reserved
                 self._book.sent(call)
             else:
                 self._stop(live)

@@ -266,7 +266,7 @@ def test_a_leak_is_told_once_and_counts_as_taken() -> None:
     made.decode_to_the_end("long")
     assert made.incidents["pool_leaked"] == 1
     made.engine.submit(asked("big", 40, 120, 2))  # 20 blocks of 24, 5 of them leaked
-    assert "5 leaked" in (made.prefill(("big", 40, 0)).items[0].error or "")
+    assert "5 have leaked" in (made.prefill(("big", 40, 0)).items[0].error or "")
     serves(made)
     assert made.incidents["pool_leaked"] == 1
     assert made.link.starts == 1
