@@ -1,8 +1,8 @@
 """A link to a Triton server, over tritonclient's asyncio client on an event loop in another thread.
 
 The loop is one for all links of a process (`engines.triton_loop`). The caller's thread meets it in `_Reports`
-and in `call_soon_threadsafe` alone. A `Session` is one connection (`engines.triton_session`); when it is lost,
-`start` opens the next, and calls of before are forgotten.
+and in `call_soon_threadsafe` alone. A `Session` is one connection (`engines.triton_session`); when it is
+lost, `start` opens the next, and calls of before are forgotten.
 """
 
 from __future__ import annotations

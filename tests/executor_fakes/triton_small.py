@@ -57,7 +57,7 @@ class SteppedLink:
         self._iteration_s = iteration_s
         self.server = FakeTriton(write_small(repository), small_executor(), stepped=True)
         self._open: set[str] = set()
-        self._link = TritonLink(options_for(self.server.url))
+        self._link = TritonLink(options_for(self.server.url, cancel_timeout_s=60.0))
 
     def clock(self) -> float:
         return self.now_s
