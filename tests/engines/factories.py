@@ -1,4 +1,5 @@
-"""Engines under the contract: the simulated one with several capabilities, OpenVINO with a tiny random model.
+"""Engines under the contract: the simulated one with several capabilities, OpenVINO with a tiny random model,
+and those over executors, with fakes of these.
 
 All are small alike, so that one suite can fill them: passes of at most 64 new tokens, contexts of 192 tokens,
 24 blocks of 8 tokens or 40 of 32.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,9 +28,10 @@ from engines.trtllm_child.config import ChildConfig, Driver
 from engines.trtllm_link import ChildLink
 from engines.trtllm_process import ChildSettings
 from engines.types import Capabilities, Chunking, DecodeMode, EngineRequest, Layout, Padding, Sampling
-from tests.executor_fakes.link import InProcessLink
+from tests.executor_fakes.link import InProcessLink, small_executor
 from tests.executor_fakes.package import environment, write_engine, write_package
 from tests.executor_fakes.shared_link import SharedLink
+from tests.executor_fakes.vices import VIRTUOUS, Vices
 
 if TYPE_CHECKING:
     from engines.openvino_model import PackedModel
@@ -104,11 +106,11 @@ def openvino(directory: Path) -> Engine:
     return OpenVinoCpuEngine(_compiled(directory), profiles, _OPENVINO_BLOCKS * BLOCK_TOKENS)
 
 
-def executor(directory: Path) -> Engine:
+def executor(directory: Path, vices: Vices = VIRTUOUS) -> Engine:
     """The engine over executors, over one in this process. Clock and iterations stand still between calls."""
     profiles = Profiles(Layout.PACKED, Padding.NOTHING, _T_CLASSES)
     capabilities = _capabilities(profiles, Chunking.PREFIX_REUSE, DecodeMode.BESIDE)
-    link = InProcessLink()
+    link = InProcessLink(partial(small_executor, vices))
     made = ExecutorEngine(link, capabilities, profiles, fingerprint="fake-bundle", clock=link.clock)
     made.start()
     return made
@@ -120,6 +122,11 @@ def triton_server(directory: Path) -> Engine:
     from tests.executor_fakes.triton_small import stepped_engine
 
     return stepped_engine(directory, Profiles(Layout.PACKED, Padding.NOTHING, _T_CLASSES))
+
+
+def executor_counting(directory: Path) -> Engine:
+    """The same, where cached tokens fill an iteration as new ones do, and reuse is told last."""
+    return executor(directory, Vices(counts_cached=True, late_perf_metrics=True))
 
 
 def trtllm_s1(directory: Path) -> Engine:
@@ -244,6 +251,7 @@ FACTORIES: Mapping[str, Callable[[Path], Engine]] = {
     "rectangular_classes": rectangular_classes,
     "openvino": openvino,
     "executor": executor,
+    "executor_counting": executor_counting,
     "trtllm_s1": trtllm_s1,
     "trtllm_s2": trtllm_s2,
     "trtllm_s3": trtllm_s3,

@@ -208,6 +208,9 @@ class Core:
             return (
                 f"prompt length {prompt} + max_tokens {request.max_tokens} exceed {self.limits.max_seq_len}"
             )
+        longest = self.limits.max_input_len
+        if longest is not None and prompt > longest and request.kind is not Kind.GENERATION_ONLY:
+            return f"Prompt length ({prompt}) exceeds maximum input length ({longest})"
         if live.need > self.pool.blocks_total:
             return f"{live.need} KV blocks needed, the pool has {self.pool.blocks_total}"
         if request.kind is Kind.GENERATION_ONLY and request.hand_over is None:

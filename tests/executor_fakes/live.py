@@ -25,6 +25,7 @@ class Limits:
     reuse: bool
     vocabulary: int
     stop_after: int | None
+    max_input_len: int | None = None  # longest prompt, cached tokens and all
 
 
 @dataclass(slots=True, eq=False)

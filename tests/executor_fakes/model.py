@@ -85,6 +85,7 @@ class FakeExecutor:
         on_crash: Callable[[], None] | None = None,
         name: str | None = None,
         outside: Outside | None = None,
+        max_input_len: int | None = None,
     ) -> None:
         self.name = name or f"fake{next(self._numbers)}"
         self.vices = vices
@@ -97,6 +98,7 @@ class FakeExecutor:
             enable_block_reuse,
             vocabulary,
             stop_after,
+            max_input_len,
         )
         self._core = Core(self.name, self.pool, limits, vices, self._pull_from)
         self._on_crash = on_crash

@@ -27,7 +27,9 @@ class Vices:
     merge: an enqueue waits for a second one, for one step at most.
     evict_between_parts: when a request ends, all that is cached and idle is evicted.
     delay_shared_prefix: a prompt waits while another computes a block that it could reuse.
-    counts_cached: tokens that are taken from the cache count against max_num_tokens too.
+    counts_cached: tokens that are taken from the cache count against max_num_tokens too. The sources that
+        were read do so (microBatchScheduler): without chunked context a prompt of more tokens can't run
+        however much of it is cached, with it the prompts behind may wait an iteration.
     error_response: every n-th request is answered with an error.
     end_id_left_out: the end token is not among the output tokens.
     late_perf_metrics: reuse is told with the last response only, not with the first.

@@ -32,7 +32,7 @@ def test_the_executor_is_told_everything(use: Use, stratum: str) -> None:
     )
     assert (cache.max_tokens, cache.free_gpu_memory_fraction) == (77 * BLOCK, None)
     assert cache.event_buffer_max_size == 5
-    assert told.enable_chunked_context is False
+    assert told.enable_chunked_context is True
     assert (told.max_batch_size, told.max_num_tokens, told.max_beam_width) == (8, 900, 1)
     assert (told.iter_stats_max_iterations, told.request_stats_max_iterations) == (6, 0)
     assert told.batching_type is trt.BatchingType.INFLIGHT

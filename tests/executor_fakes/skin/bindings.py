@@ -62,7 +62,15 @@ def options() -> dict[str, Any]:
 
 
 def make_executor(
-    kv_blocks: int, block_tokens: int, batch: int, tokens: int, sequence: int, *, chunked: bool, reuse: bool
+    kv_blocks: int,
+    block_tokens: int,
+    batch: int,
+    tokens: int,
+    sequence: int,
+    *,
+    chunked: bool,
+    reuse: bool,
+    longest: int | None = None,
 ) -> FakeExecutor:
     given = options()
     exchange = Exchange(Path(given["exchange"])) if "exchange" in given else None
@@ -80,6 +88,7 @@ def make_executor(
         name=f"fake-{os.getpid()}-{next(_numbers)}",
         on_crash=lambda: os._exit(_CRASHED),
         outside=exchange,
+        max_input_len=longest,
     )
     executor.start_thread()
     return executor
@@ -129,13 +138,15 @@ def _executor_class(surface: Surface, names: dict[str, Any]) -> type:
             if values["model_type"] is not names["ModelType"].DECODER_ONLY:
                 raise RuntimeError("only decoder models here")
             block, batch, tokens, sequence = engine_sizes(Path(values["model_path"]))
+            tokens, chunked = min(config.max_num_tokens or tokens, tokens), config.enable_chunked_context
             self._fake = make_executor(
                 _blocks(config.kv_cache_config, block),
                 block,
                 min(config.max_batch_size or batch, batch),
-                min(config.max_num_tokens or tokens, tokens),
+                tokens,
                 sequence,
-                chunked=config.enable_chunked_context,
+                chunked=chunked,
+                longest=sequence - 1 if chunked else min(sequence - 1, tokens),  # trtGptModel says so
                 reuse=config.kv_cache_config.enable_block_reuse,
             )
             self._events = bool(config.kv_cache_config.event_buffer_max_size)
