@@ -51,7 +51,7 @@ def executor_config(trt: Any, spelling: EngineSpelling, config: ChildConfig) -> 
             dynamic_batch_config=None,
         ),
         kv_cache_config=kv_cache_config(trt, config),
-        # Parts are made outside, where lanes and deadlines are known. But without this no prompt may be longer
+        # Parts are made outside, where lanes and deadlines are known. Without this no prompt may be longer
         # than max_num_tokens, however much of it is cached: the later parts of a document would be refused.
         enable_chunked_context=True,
         normalize_log_probs=False,
