@@ -5,8 +5,9 @@ For engines that are told every pass and chunk by the scheduler (`Chunking.EXTER
 alike, and the first pass of a request starts after what the cache holds of its prompt, but always computes
 the last prompt token, whose logits it needs. A request that finds no block fails alone.
 
-What the cache really holds is known only when the pass begins. The budget of an item is counted from there;
-where the profiles have no room for the additional history, no more is taken than was planned for.
+What the cache really holds is known only when the pass begins. The budget of an item is counted from there,
+so a request gets further than the scheduler thought when more is cached, and less far when blocks were
+evicted. Where the profiles have no room for the additional history, no more is taken than was planned for.
 
 A prefill pass may come in groups of layers. Blocks are claimed at the first, positions move at the last. A
 request in between goes on with the next group of the same pass, or is cancelled.
@@ -18,12 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from engines.base import check_pass
 from engines.blocks import BlockPool, BlockTable, OutOfBlocks, chain_hashes
 from engines.cost_model import PassShape
 from engines.profiles import Profiles
-from engines.sampling import check_sampling
+from engines.sampling import check_sampling, sample
 from engines.types import (
     Capabilities,
     EngineRequest,
@@ -98,6 +100,15 @@ class _Layers:
     blocks: int
     item: PassItem
     step: Step
+
+
+def sampled(steps: Sequence[Step], logits: npt.NDArray[np.float32]) -> dict[str, int]:
+    """The token of each request that has one now. logits: [n, vocab], a row for each step that samples."""
+    lives = [step.live for step in steps if step.samples]
+    return {
+        live.request.request_id: sample(row, live.request.sampling, live.rng)
+        for live, row in zip(lives, logits, strict=True)
+    }
 
 
 class PackedRequests:

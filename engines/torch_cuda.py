@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from engines.base import EngineError, PassError
-from engines.packed_requests import PackedRequests, Step
+from engines.packed_requests import PackedRequests, Step, sampled
 from engines.profiles import Profiles
-from engines.sampling import sample
 from engines.torch_cuda_batch import PackedBatch, Piece, Slots, pack, probe_batch
 from engines.types import (
     Capabilities,
@@ -300,11 +299,7 @@ def _sampled(steps: Sequence[Step], logits: Any) -> dict[str, int]:
     if all(step.live.request.sampling.temperature == 0.0 for step in wanting):
         best: list[int] = logits.argmax(dim=-1).tolist()
         return {step.request_id: token for step, token in zip(wanting, best, strict=True)}
-    rows = logits.float().cpu().numpy()
-    return {
-        step.request_id: sample(row, step.live.request.sampling, step.live.rng)
-        for step, row in zip(wanting, rows, strict=True)
-    }
+    return sampled(steps, logits.float().cpu().numpy())
 
 
 def _fixed_passes(model: TorchModel, options: TorchOptions) -> dict[tuple[int, int], FixedPass]:
