@@ -43,7 +43,8 @@ class InFlight:
     start: prompt tokens that it was to find in the cache; reused: that it found, where the executor said so.
     blocks: its whole need. stream: of a real call, its answer; None for a part. mark: of the ledger, when it
     was sent. names: chain hashes of its request's prompt. deadline_s: for the first token of a hand-over.
-    held, private: blocks counted as held for it.
+    copies: names of blocks that it computes though they are cached, as the last of a prompt that is cached
+    to its end: these it has for itself. held, private: blocks counted as held for it.
     """
 
     call: Call
@@ -58,6 +59,7 @@ class InFlight:
     ticket: ContextTicket | None = None
     final: bool = False
     error: str | None = None  # of a part
+    copies: frozenset[int] = frozenset()
     held: tuple[int, ...] = ()
     private: int = 0
 
@@ -215,7 +217,10 @@ class CallBook:
             RETAIN_PRIORITY if request.retain else None,
         )
         need = self._blocks(live.prompt_tokens + request.max_new_tokens)
-        return InFlight(call, start, need, live, live.hashes, stream)
+        made = InFlight(call, start, need, live, live.hashes, stream)
+        computed = live.hashes[start // self.limits.block_tokens :]
+        made.copies = frozenset(value for value in computed if self.ledger.lookup((value,)))
+        return made
 
     @property
     def blocks_to_be_had(self) -> int:
@@ -251,7 +256,7 @@ class CallBook:
     def hold(self, call: InFlight, tokens: int) -> None:
         """A real call has KV of so many tokens. Full blocks of the prompt have names, others are its own."""
         if not call.held and not call.private:
-            call.held = call.names
+            call.held = tuple([value for value in call.names if value not in call.copies])
             self.ledger.hold(call.held)
         more = self._blocks(tokens) - len(call.held) - call.private
         if more > 0:

@@ -126,6 +126,14 @@ def test_the_last_token_of_a_prompt_that_is_all_cached_is_computed() -> None:
         assert (item.computed, item.token) == (computed, answer_of(asked("", 24))[0])
 
 
+def test_a_block_that_is_computed_again_is_held_twice() -> None:
+    made = rig()
+    for name in ("first", "second", "third"):
+        made.engine.submit(asked(name, 24, 8))
+        made.prefill((name, 24, 0))
+    assert made.held == made.executor.pool.held == 3 + 1 + 1 + 2  # two have begun a block of their own
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_blocks_evicted_between_parts_are_seen_before_the_next(late: bool) -> None:
     made = rig(Vices(late_perf_metrics=late))
