@@ -15,9 +15,9 @@ from engines.openvino_cpu import BLOCK_TOKENS, OpenVinoCpuEngine
 from tests.engines import oracle
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def processes() -> Iterator[None]:
-    """Processes that several engines of the suite share end with it."""
+    """Processes that several engines of a module share end with it: other tests look for strays."""
     yield
     end_shared()
 
