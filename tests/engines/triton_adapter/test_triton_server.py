@@ -13,8 +13,8 @@ from engines.executor.types import Answer, Ending
 from engines.triton_link import TritonLink
 from engines.triton_tensors import tensor_table
 from engines.types import Sampling
-from tests.engines.triton.conftest import Serve
-from tests.engines.triton.talk import (
+from tests.engines.triton_adapter.conftest import Serve
+from tests.engines.triton_adapter.talk import (
     WAIT_S,
     Connect,
     answers,

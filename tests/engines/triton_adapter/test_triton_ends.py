@@ -8,8 +8,8 @@ import pytest
 
 from engines.executor.types import Ending, LinkLost
 from engines.triton_options import CancelBy
-from tests.engines.triton.conftest import Serve
-from tests.engines.triton.talk import (
+from tests.engines.triton_adapter.conftest import Serve
+from tests.engines.triton_adapter.talk import (
     Connect,
     answers,
     call,

@@ -14,8 +14,8 @@ from engines.profiles import Profiles
 from engines.triton_link import TritonLink
 from engines.triton_server import capabilities, open_engine
 from engines.types import EngineRequest, Layout, Padding, Pass, PassItem, PassKind, Sampling
-from tests.engines.triton.conftest import Serve
-from tests.engines.triton.talk import (
+from tests.engines.triton_adapter.conftest import Serve
+from tests.engines.triton_adapter.talk import (
     Connect,
     answers,
     call,

@@ -16,7 +16,7 @@ from engines.triton_check import check_config
 from engines.triton_link import TritonLink
 from engines.triton_messages import SENT
 from engines.triton_options import Tls, is_local
-from tests.engines.triton.conftest import Serve
+from tests.engines.triton_adapter.conftest import Serve
 from tests.executor_fakes.triton_small import options_for
 
 # --- options ---
