@@ -212,10 +212,9 @@ class ExecutorEngine:
     # --- a pass ---
 
     def _run(self, pass_: Pass, failed: list[str]) -> PassResult:
-        begin_s = self._clock()
-        self._progress.since = begin_s
         self._take(self._supervisor.receive(0.0))
         self._restart_if_leaked()
+        self._progress.since = begin_s = self._clock()
         check_pass(pass_, self._capabilities, self._book.answered, self._book.prompt_tokens)
         run = self._prefill if pass_.kind is PassKind.PREFILL else self._decode
         items, ran = run(pass_, begin_s, failed)

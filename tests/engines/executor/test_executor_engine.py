@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.base import Engine, EngineError
-from engines.executor.types import Answer, CallKind, CancelMode, Ending, Facts, Iteration
+from engines.executor.types import Answer, CallKind, CancelMode, Ending, ExecutorRole, Facts, Iteration
 from engines.types import BlocksStored, FinishReason, ItemResult, Pass, PassItem, PassKind, Ran
 from tests.executor_fakes.vices import Vices
 
@@ -392,6 +392,13 @@ def test_measuring_runs_what_it_is_asked_to_and_leaves_nothing_behind(tokens: in
         parts = -(-(history // BLOCK) // 8)
         assert made.executor.pool.reused - before == sum(8 * part for part in range(parts)) + history // BLOCK
         assert made.engine.stats().requests_live == made.held == 0
+
+
+def test_measuring_a_prefill_side_leaves_no_hand_over_behind() -> None:
+    made = rig(role=ExecutorRole.CONTEXT, executor={"vocabulary": 32_000})
+    assert made.engine.measure(24, 40) == pytest.approx(0.001)
+    made.run_ahead()
+    assert made.held == made.executor.pool.held == 0
 
 
 def test_measuring_needs_an_idle_engine_and_block_reuse() -> None:

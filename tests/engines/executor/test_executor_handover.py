@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from executor_rig import BLOCK, EOS, Rig, answer_of, asked, rig, scripted, ticket
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.executor.types import Answer, CallKind, CancelMode, Ending, ExecutorRole
@@ -32,6 +32,7 @@ def decoded(made: Rig, name: str, at: int) -> None:
     made.decode_to_the_end(name)
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 100), st.integers(2, 9)), min_size=1, max_size=4),
     st.booleans(),

@@ -21,6 +21,7 @@ from engines.executor.types import (
     Ending,
     ExecutorRole,
     ExecutorSettings,
+    Facts,
     Iteration,
     LinkLost,
 )
@@ -287,7 +288,15 @@ def test_with_half_the_pool_leaked_it_starts_anew_when_nobody_loses_by_it() -> N
     assert made.link.starts == 1
     made.decode_to_the_end("live")
     made.run_ahead()
+    start = made.link.start
+
+    def slow_start() -> Facts:
+        made.link.now_s += 1000.0
+        return start()
+
+    made.link.start = slow_start  # type: ignore[method-assign]
     result = made.prefill(("waits", 9, 0))
+    assert result.elapsed_s < 1.0
     assert (made.link.starts, result.items[0].error) == (2, None)
     made.decode_to_the_end("waits")
     assert made.tokens("waits") == answer_of(asked("", 9, 2, 4))

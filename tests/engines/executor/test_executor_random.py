@@ -269,6 +269,6 @@ def test_the_laws_hold_whatever_happens(case: str) -> None:
     run_state_machine_as_test(
         lambda: ExecutorMachine(*CASES[case]),
         settings=settings(
-            max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
