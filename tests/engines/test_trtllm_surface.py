@@ -207,6 +207,22 @@ def test_wrong_calls_are_refused(engine_dir: Path) -> None:
     executor.shutdown()
 
 
+def test_prompts_are_short_without_chunked_context(engine_dir: Path) -> None:
+    """However much of them is cached: the limit is max_num_tokens."""
+    names, executor = opened(engine_dir)
+    output = names["OutputConfig"]()
+    executor.enqueue_requests(
+        [names["Request"](list(prompt(size)), 1, output_config=output) for size in (64, 65)]
+    )
+    said: list[Any] = []
+    while len(said) < 2:
+        said += executor.await_responses(timedelta(seconds=5))
+    errors = [each.error_msg for each in sorted(said, key=lambda each: each.request_id)]
+    assert errors[0] is None
+    assert "exceeds maximum input length (64)" in errors[1]
+    executor.shutdown()
+
+
 def test_vices_come_from_the_environment(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, environment(engine_dir, Vices(duplicate_final=True))[VARIABLE])
     names, executor = opened(engine_dir)
