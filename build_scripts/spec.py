@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engines.profiles import Profiles
 
-BACKENDS = ("openvino_cpu", "trtllm")
+BACKENDS = ("openvino_cpu", "trtllm", "trtllm_torch")
 PRECISIONS = ("bf16", "f32")
 DEFAULT_PRECISION = "bf16"
 THREADS_MAX = 1024

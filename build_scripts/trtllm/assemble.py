@@ -12,13 +12,14 @@ from build_scripts.trtllm.job import ENVIRONMENT, FACTS, SOURCE, VERIFIED, Job
 from build_scripts.trtllm.plan_steps import MEASURED
 from build_scripts.trtllm.spec import Quantisation
 from build_scripts.trtllm.text import read_text
+from build_scripts.trtllm.torch_plan import CHECKPOINT
+from build_scripts.trtllm.torch_steps import checkpoint_files
 from engines.bundle_base import CALIBRATION, MANIFEST, TOKENIZER, Cost, File
 from engines.gpu_bundle import gpu_identity, store_digest
 from engines.gpu_engine_config import build_config_digest
 from engines.gpu_manifest import (
     DIGEST_BYTES,
     TIMING_CACHE,
-    TRTLLM,
     Candidate,
     EngineBuild,
     Engines,
@@ -28,8 +29,11 @@ from engines.gpu_manifest import (
     GpuManifest,
     GpuModel,
     GpuSource,
+    TorchBuild,
 )
+from engines.profiles import Profiles
 from engines.trtllm_profiles import stock_profiles
+from engines.types import Layout, Padding
 
 _ENGINE_FILES = ("config.json", "rank0.engine")
 _TRITON_QUEUE_REQUESTS = 256  # as TritonLimits has it; a pass must fit
@@ -46,7 +50,9 @@ def manifest(job: Job, out: Path) -> str:
 def bundle_files(job: Job) -> dict[str, tuple[str, str]]:
     """Name in the bundle -> (step, name in its folder) of every file but the manifest."""
     files = {}
-    for engine in job.spec.engine_names:
+    if job.spec.torch:
+        files = {f"{CHECKPOINT}/{name}": ("fetch", name) for name in checkpoint_files(job)}
+    for engine in () if job.spec.torch else job.spec.engine_names:
         step = job.choice["kept"] if engine.value == "sp" else "build-lp"
         files.update({f"{engine.value}/{name}": (step, name) for name in _ENGINE_FILES})
         files[TIMING_CACHE] = (step, TIMING_CACHE)  # the last one's holds all before it
@@ -64,15 +70,16 @@ def put_together(job: Job, out: Path) -> Path:
     for name, (step, source) in {**bundle_files(job), MANIFEST: ("manifest", MANIFEST)}.items():
         target = out / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        link_or_copy(job.store.folder(step) / source, target)
+        link_or_copy(_path(job, step, source), target)
         if target.stat().st_size > DIGEST_BYTES:
-            store_digest(target, job.store.digests(step)[source])
+            store_digest(target, _digest(job, step, source))
     return out
 
 
 def triton_models(job: Job, target: Path, repository: Path, bundle_id: str) -> tuple[Path, ...]:
-    """A Triton model for each engine of the bundle `target`; none where tritonclient is not installed."""
-    if importlib.util.find_spec("tritonclient") is None:
+    """A Triton model for each engine of the bundle `target`; none where tritonclient is not installed, or for
+    the PyTorch backend."""
+    if job.spec.torch or importlib.util.find_spec("tritonclient") is None:
         return ()
     from build_scripts.trtllm.triton_repository import TritonLimits, write_repository
 
@@ -99,7 +106,7 @@ def _manifest(job: Job, out: Path) -> GpuManifest:
     spec, target = job.spec, job.plan.target
     verified, measured = job.read("verify", VERIFIED), job.read("calibrate", MEASURED)
     fp8 = spec.quantisation is Quantisation.FP8
-    engines = {e.value: _engine(job, e.value, verified) for e in spec.engine_names}
+    engines = {} if spec.torch else {e.value: _engine(job, e.value, verified) for e in spec.engine_names}
     return GpuManifest(
         model=GpuModel(
             name=spec.model,
@@ -108,9 +115,9 @@ def _manifest(job: Job, out: Path) -> GpuManifest:
             source=GpuSource.model_validate(job.read("fetch", SOURCE)),
         ),
         backend=GpuBackend(
-            name=TRTLLM,
+            name=spec.backend.value,
             tensorrt_llm=target.tensorrt_llm,
-            tensorrt=target.tensorrt,
+            tensorrt=target.tensorrt or None,
             dtype=spec.dtype,
             quantisation=spec.quantisation.value,
             kv_dtype="fp8" if fp8 else spec.dtype,
@@ -118,8 +125,9 @@ def _manifest(job: Job, out: Path) -> GpuManifest:
             pp=spec.pp,
         ),
         gpu=gpu_identity(job.gpu),
-        engines=Engines(sp=engines["sp"], lp=engines.get("lp")),
-        profiles=stock_profiles(job.plan.classes[-1]),
+        engines=None if spec.torch else Engines(sp=engines["sp"], lp=engines.get("lp")),
+        checkpoint=TorchBuild(directory=CHECKPOINT, capture_tokens=job.plan.classes) if spec.torch else None,
+        profiles=_profiles(job),
         limits=GpuLimits(
             context_tokens_max=spec.context_tokens_max,
             requests_max=spec.requests_max,
@@ -129,13 +137,21 @@ def _manifest(job: Job, out: Path) -> GpuManifest:
         ),
         text=read_text(job.checkpoint),
         cost=Cost.model_validate(measured["cost"]),
-        candidates=_candidates(job, measured.get("lp_pass_s")),
-        environment=Environment.model_validate(job.read("convert", ENVIRONMENT)),
+        candidates=() if spec.torch else _candidates(job, measured.get("lp_pass_s")),
+        environment=Environment.model_validate(job.read("verify" if spec.torch else "convert", ENVIRONMENT)),
         files=tuple(
             _file(job, out, name, step, source) for name, (step, source) in bundle_files(job).items()
         ),
         steps=job.plan.keys,
     ).sealed()
+
+
+def _profiles(job: Job) -> Profiles:
+    """As the adapter has them before it keeps room for decode."""
+    classes = job.plan.classes
+    if job.spec.torch:
+        return Profiles(Layout.PACKED, Padding.CLASS, classes)
+    return stock_profiles(classes[-1])
 
 
 def _engine(job: Job, name: str, verified: dict[str, object]) -> EngineBuild:
@@ -184,5 +200,14 @@ def _file(job: Job, out: Path, name: str, step: str, source: str) -> File:
 
         path = out / source
         return File(name=name, size_bytes=path.stat().st_size, sha256=sha256_file(path))
-    path = job.store.folder(step) / source
-    return File(name=name, size_bytes=path.stat().st_size, sha256=job.store.digests(step)[source])
+    size_bytes = _path(job, step, source).stat().st_size
+    return File(name=name, size_bytes=size_bytes, sha256=_digest(job, step, source))
+
+
+def _path(job: Job, step: str, name: str) -> Path:
+    """A local checkpoint stays where it is; a link there is followed, as it may lead into a cache."""
+    return (job.checkpoint / name).resolve() if step == "fetch" else job.store.folder(step) / name
+
+
+def _digest(job: Job, step: str, name: str) -> str:
+    return checkpoint_files(job)[name] if step == "fetch" else job.store.digests(step)[name]

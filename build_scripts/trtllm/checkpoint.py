@@ -19,7 +19,11 @@ from typing import Any
 from engines.models import ModelShape
 
 CONFIG = "config.json"
-MODEL_TYPES = {"qwen2": ("qwen2",), "llama": ("llama",)}  # our architecture -> `model_type` of config.json
+MODEL_TYPES = {
+    "qwen2": ("qwen2",),
+    "llama": ("llama",),
+    "qwen3": ("qwen3",),
+}  # our architecture -> `model_type` of config.json
 
 # Field of ModelShape -> key of config.json. head_dim is not always written; see `_sizes`.
 _KEYS = {
@@ -59,11 +63,11 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def check_checkpoint(
-    directory: Path, architecture: str, shape: ModelShape, context_tokens_max: int
+    directory: Path, architecture: str, shape: ModelShape, context_tokens_max: int, *, engines: bool = True
 ) -> dict[str, Any]:
     """Compare a checkpoint with what is to be built; returns its config. Raises CheckpointError.
 
-    Every size that differs is named, not only the first.
+    Every size that differs is named, not only the first. engines: it becomes TensorRT engines.
     """
     config = read_config(directory)
     wrong = [
@@ -79,7 +83,7 @@ def check_checkpoint(
             f"checkpoint {directory} is not {shape.name}: {'; '.join(wrong)}",
             "give the checkpoint of that model, or build the model that this is",
         )
-    if config.get("use_sliding_window"):
+    if engines and config.get("use_sliding_window"):
         raise CheckpointError(
             f"checkpoint {directory}: use_sliding_window is on, and block reuse with it crashes engines "
             "of this release (TensorRT-LLM issue 13123)",

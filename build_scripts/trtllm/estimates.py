@@ -4,6 +4,9 @@ Each figure carries its basis, and none of them was measured here. Weights and K
 the model and are exact. Activations are an estimate: the widest pair of tensors of a layer, for the largest
 pass. Times are guesses for orientation.
 
+The PyTorch backend has the weights as the checkpoint has them, and a graph for every captured size. What
+those take is not known before they are captured: a figure of LAPS for whole prefill graphs stands for each.
+
 An engine's plan holds its weights once, however many profiles it has. Where the GEMMs are TensorRT's, it may
 keep a layout of its own for each profile, so the upper end is one more copy of the matmul weights per
 profile; how much it really is, only a build tells.
@@ -12,13 +15,12 @@ profile; how much it really is, only a build tells.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from build_scripts.spec import BuildError
-from build_scripts.trtllm.recipe import pass_tokens
+from build_scripts.trtllm.recipe import pass_classes, pass_tokens
 from build_scripts.trtllm.spec import GemmChoice, Quantisation, TrtLlmSpec, shape_of
-from engines.trtllm_profiles import stock_classes
 
 RESERVE_BYTES = 2_000_000_000  # CUDA context, library workspaces, the executor's own buffers: assumed
 _VALUE_BYTES = 2  # bfloat16 and float16
@@ -64,7 +66,7 @@ class GraphComparison:
 
     capture_s: (least, most) seconds at every start. graph_bytes: of all cells. estimated: whether the size of
     a graph was interpolated over parameters and not published for this model. engine_per_cell_bytes: weights
-    alone. profiles: in one engine, with one set of weights.
+    alone. profiles: in one engine, with one set of weights; or sizes that the PyTorch backend captures.
     """
 
     cells: int
@@ -75,6 +77,16 @@ class GraphComparison:
     engine_per_cell_bytes: int
     profiles: int
     weights_bytes: int
+
+    @property
+    def captured_bytes(self) -> int:
+        """Of graphs of the captured sizes, were each as large as the paper's; not measured."""
+        return self.profiles * self.graph_bytes_each
+
+    @property
+    def captured_s(self) -> tuple[float, float]:
+        """(least, most) seconds to capture those, at the paper's rate; not measured."""
+        return self.profiles * _GRAPH_S[0], self.profiles * _GRAPH_S[1]
 
 
 def weight_bytes(spec: TrtLlmSpec) -> int:
@@ -106,11 +118,28 @@ def plan_bytes(spec: TrtLlmSpec, *, gemm_plugin: bool, profiles: int) -> tuple[i
     return weights, weights + (profiles - 1) * layout
 
 
+def beside_weights(spec: TrtLlmSpec) -> tuple[Figure, ...]:
+    """What one executor takes beside its weights, its pool and the reserve."""
+    activations = Figure(
+        "activations",
+        activation_bytes(spec),
+        f"estimated: {pass_tokens(spec):,} tokens x the widest tensors of a layer, and logits",
+    )
+    if not spec.torch:
+        return (activations,)
+    graphs = graph_comparison(spec)
+    basis = (
+        f"assumed: {graphs.profiles} captured sizes x {graphs.graph_bytes_each / 1e6:.0f} MB, what LAPS says "
+        "of whole prefill graphs; piecewise ones are not measured here"
+    )
+    return activations, Figure("graphs", graphs.captured_bytes, basis)
+
+
 def memory(spec: TrtLlmSpec) -> Memory:
     """Raises BuildError naming what to change where weights and the longest request don't fit the GPU."""
     engines = len(spec.engine_names)
-    profiles = len(stock_classes(pass_tokens(spec)))
-    tensorrt = spec.gemm is not GemmChoice.PLUGIN
+    profiles = len(pass_classes(spec))
+    tensorrt = spec.gemm is not GemmChoice.PLUGIN and not spec.torch
     low, high = plan_bytes(spec, gemm_plugin=not tensorrt, profiles=profiles)
     usable = int(spec.memory_share * spec.gpu_memory_bytes)
     per_token = kv_bytes_per_token(spec)
@@ -119,14 +148,12 @@ def memory(spec: TrtLlmSpec) -> Memory:
             "weights",
             engines * low,
             f"{spec.shape.parameters / 1e9:.2f}G parameters, {_precision(spec)}"
-            + (", one copy an engine" if engines > 1 else ", one copy for all profiles"),
+            + (
+                ", one copy an engine" if engines > 1 else "" if spec.torch else ", one copy for all profiles"
+            ),
             engines * low + high - low if high > low else None,
         ),
-        Figure(
-            "activations",
-            engines * activation_bytes(spec),
-            f"estimated: {pass_tokens(spec):,} tokens x the widest tensors of a layer, and logits",
-        ),
+        *(replace(figure, size_bytes=engines * figure.size_bytes) for figure in beside_weights(spec)),
         Figure("reserve", engines * RESERVE_BYTES, "assumed: CUDA context, workspaces, executor buffers"),
     )
     kv_bytes = usable - sum(figure.size_bytes for figure in fixed)
@@ -153,7 +180,7 @@ def _does_not_fit(spec: TrtLlmSpec, fixed: Iterable[Figure], kv_bytes: int, usab
     ways = []
     if spec.separate_lp:
         ways.append("leave out separate_lp, which is a second copy of the weights")
-    if spec.quantisation is Quantisation.NONE:
+    if spec.quantisation is Quantisation.NONE and not spec.torch:
         ways.append("quantisation fp8")
     ways += ["a smaller context_tokens_max or pass_tokens_max", "a larger gpu"]
     return (
@@ -174,7 +201,7 @@ def graph_comparison(spec: TrtLlmSpec) -> GraphComparison:
         capture_s=(cells * _GRAPH_S[0], cells * _GRAPH_S[1]),
         estimated=spec.shape.name not in _GRAPH_MB or spec.quantisation is not Quantisation.NONE,
         engine_per_cell_bytes=cells * weights,
-        profiles=len(stock_classes(pass_tokens(spec))),
+        profiles=len(pass_classes(spec)),
         weights_bytes=weights,
     )
 
@@ -220,6 +247,15 @@ def build_time(spec: TrtLlmSpec, *, gemm_plugin: bool, profiles: int) -> Time:
     return Time(
         120 + each_s * profiles + weight_bytes(spec) / 0.5e9,
         f"guess: 2 min, {each_s} s a profile for timing kernels, weights at 0.5 GB/s",
+    )
+
+
+def start_time(spec: TrtLlmSpec, measuring_s: float, what: str) -> Time:
+    """A step that starts the PyTorch backend, which captures its graphs, and measures."""
+    graphs = graph_comparison(spec)
+    return Time(
+        30 + weight_bytes(spec) / 1e9 + graphs.captured_s[1] + measuring_s,
+        f"guess: 30 s, weights at 1 GB/s, {graphs.profiles} captures at LAPS's {_GRAPH_S[1]:.0f} s, {what}",
     )
 
 

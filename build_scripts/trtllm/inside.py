@@ -33,7 +33,7 @@ PROGRESS = "@progress"
 PYTHON_MIN = (3, 11)
 _NEVER_KEPT = ("dry_run", "visualize_network")  # of BuildConfig: not written to an engine's config.json
 _PATHS = ("input_timing_cache", "output_timing_cache")  # of BuildConfig: differ by machine, mean nothing
-_WANTED = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model", "LICENSE*", "README.md")
+WANTED = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model", "LICENSE*", "README.md")
 _PIN = "use the environment of the exact version that the project is made for (see `plaserve build --help`)"
 
 
@@ -154,7 +154,7 @@ def _fetch(request: dict[str, Any]) -> dict[str, Any]:
     repo, revision, out = request["repo"], request["revision"], request["out"]
     tell(0.0, f"downloading {repo} at {revision}")
     try:
-        snapshot_download(repo_id=repo, revision=revision, local_dir=out, allow_patterns=list(_WANTED))
+        snapshot_download(repo_id=repo, revision=revision, local_dir=out, allow_patterns=list(WANTED))
     except Exception as error:
         raise _hub_error(repo, revision, error) from error
     shutil.rmtree(Path(out) / ".cache", ignore_errors=True)

@@ -19,9 +19,9 @@ from build_scripts.trtllm.estimates import RESERVE_BYTES, kv_bytes_per_token
 from build_scripts.trtllm.launch import Update, run_inside
 from build_scripts.trtllm.measure import MeasurableEngine
 from build_scripts.trtllm.plan import TrtLlmPlan
-from build_scripts.trtllm.recipe import pass_tokens
+from build_scripts.trtllm.recipe import child_config
 from build_scripts.trtllm.spec import TrtLlmSpec
-from engines.executor.types import ExecutorRole, ExecutorSettings
+from engines.executor.types import ExecutorSettings
 from engines.gpu_host import Gpu, GpuHost
 from engines.trtllm_child.config import ChildConfig, Driver
 
@@ -32,12 +32,14 @@ ENVIRONMENT = "environment.json"
 VERIFIED = "verify.json"
 _TIME_FACTOR = 8.0  # a step may take so many times its estimate, which is a guess,
 _TIME_MIN_S = 1_800.0  # and at least this long
+_SMALLER_PLANS = ", gemm plugin (its plans hold one copy of the weights) or FP8"
 _PASS_TIMEOUT_S = 120.0  # the first pass of an engine makes its contexts
 
 
 def _open_engine(config: ChildConfig, python: Path, log: Path) -> MeasurableEngine:
-    from engines.trtllm import open_engine
+    from engines import trtllm, trtllm_torch
 
+    open_engine = trtllm.open_engine if config.driver is Driver.ENGINE else trtllm_torch.open_engine
     return open_engine(config, python, ExecutorSettings(pass_timeout_s=_PASS_TIMEOUT_S), log=log)
 
 
@@ -83,7 +85,9 @@ class Job:
         return self.read("choose", CHOICE)
 
     def engine_folder(self, name: str) -> Path:
-        """Folder of the engine that the bundle will have as `sp` or `lp`."""
+        """Folder of the engine that the bundle will have as `sp` or `lp`; else the checkpoint."""
+        if self.spec.torch:
+            return self.checkpoint
         return self.store.folder(self.choice["kept"] if name == "sp" else "build-lp")
 
     def read(self, step: str, name: str) -> dict[str, Any]:
@@ -113,18 +117,8 @@ class Job:
     def open(self, step: str, directory: Path, kv_blocks: int) -> Iterator[MeasurableEngine]:
         """The engine in `directory`, through the adapter, for the build step `step`."""
         spec = self.spec
-        config = ChildConfig(
-            driver=Driver.ENGINE,
-            model_dir=str(directory.resolve()),
-            version=self.plan.target.tensorrt_llm,
-            role=ExecutorRole.BOTH,
-            requests_max=spec.requests_max,
-            pass_tokens_max=pass_tokens(spec),
-            context_tokens_max=spec.context_tokens_max,
-            block_tokens=spec.block_tokens,
-            kv_blocks=kv_blocks,
-            dtype=spec.dtype,
-        )
+        version = self.plan.target.tensorrt_llm
+        config = child_config(spec, version, str(directory.resolve()), kv_blocks)
         engine = self.tools.open_engine(config, spec.python, self.log(f"{step}-{directory.name}"))
         try:
             yield engine
@@ -143,12 +137,13 @@ class Job:
         blocks = (usable - fixed) // len(plan_bytes) // block_bytes
         needed = -(-spec.context_tokens_max // spec.block_tokens)
         if blocks < needed:
+            plans, beside = ("weights", "graphs") if spec.torch else ("plans", "activations")
             raise BuildError(
-                f"{usable / 1e9:.1f} GB may be used and {fixed / 1e9:.1f} GB are taken by plans "
-                f"({sum(plan_bytes) / 1e9:.1f}), activations ({sum(activation_bytes) / 1e9:.1f}), buffers. "
+                f"{usable / 1e9:.1f} GB may be used and {fixed / 1e9:.1f} GB are taken by {plans} "
+                f"({sum(plan_bytes) / 1e9:.1f}), {beside} ({sum(activation_bytes) / 1e9:.1f}), buffers. "
                 f"That leaves KV for {max(0, blocks) * spec.block_tokens} tokens, fewer than "
                 f"context_tokens_max ({spec.context_tokens_max}); use a smaller context_tokens_max or "
-                "pass_tokens_max, gemm plugin (its plans hold one copy of the weights) or FP8"
+                "pass_tokens_max" + ("" if spec.torch else _SMALLER_PLANS)
             )
         return int(blocks)
 

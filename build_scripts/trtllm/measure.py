@@ -28,6 +28,7 @@ from engines.types import EngineRequest, ItemResult, Pass, PassItem, PassKind, R
 ATTEMPTS = 3  # for a pass that the executor split
 _FIRST_TOKEN_ID = 10  # below are often special ones
 _HISTORIES = (1_024, 4_096, 16_384)
+_SHORT_HISTORIES = (64, 128, 256, 512)  # for so small an engine that there are too few samples
 
 Update = Callable[[float], None]
 
@@ -88,6 +89,19 @@ def time_classes(
 def edges_within(edges: Sequence[int], context_tokens_max: int) -> tuple[int, ...]:
     """The edges, the last one cut to what one request can hold: it is timed as one request."""
     return tuple(sorted({min(edge, context_tokens_max - 1) for edge in edges}))
+
+
+def padded_shapes(edges: Sequence[int], context_tokens_max: int) -> tuple[Shape, ...]:
+    """(new tokens, history) to measure where passes are padded: any size costs as the edge above it, and only
+    at the edges is that size what the cost model counts."""
+    sizes = edges_within(edges, context_tokens_max)
+
+    def over(histories: Sequence[int]) -> set[Shape]:
+        pairs = ((size, past) for size in sizes for past in (0, *histories))
+        return {(size, past) for size, past in pairs if size + past < context_tokens_max}
+
+    found = over(_HISTORIES)
+    return tuple(sorted(found if len(found) >= SAMPLES_MIN else over((*_SHORT_HISTORIES, *_HISTORIES))))
 
 
 def calibration_shapes(edges: Sequence[int], context_tokens_max: int) -> tuple[Shape, ...]:

@@ -3,6 +3,8 @@
 fetch -> convert -> build-sp-plugin, build-sp-tensorrt -> choose -> build-lp or share -> verify -> calibrate
       -> manifest -> publish
 
+With the PyTorch backend there is nothing to convert or to build, see `torch_plan`.
+
 Every step has a content key, as in `build_scripts.plan`: the hash of all that its outcome depends on, the
 keys of the steps before it included. What a key covers of the machine is its `Target`: the exact versions of
 both libraries, and name and compute capability of the GPU, on which kernels are timed. Paths are in no key.
@@ -21,9 +23,16 @@ from typing import Any
 from build_scripts.trtllm import estimates
 from build_scripts.trtllm.estimates import GraphComparison, Memory
 from build_scripts.trtllm.plan_steps import EnginePlan, Steps, Target, TrtLlmStep, sp_builds
-from build_scripts.trtllm.recipe import build_arguments, cli_line, convert_arguments, pass_tokens
+from build_scripts.trtllm.recipe import (
+    build_arguments,
+    cli_line,
+    convert_arguments,
+    pass_classes,
+    pass_tokens,
+)
 from build_scripts.trtllm.spec import EngineName, Quantisation, TrtLlmSpec
-from engines.trtllm_profiles import CellClass, limits, map_cell, profile_ranges, stock_classes
+from build_scripts.trtllm.torch_plan import LlmCall, llm_call, torch_notes, torch_steps
+from engines.trtllm_profiles import CellClass, limits, map_cell, profile_ranges
 
 TENSORRT_LLM = "1.2.1"  # the last line with the engine backend; pinned exactly
 TENSORRT = "10.14.1.48"  # in the container image of release 1.2
@@ -31,7 +40,11 @@ TENSORRT = "10.14.1.48"  # in the container image of release 1.2
 
 @dataclass(frozen=True, slots=True)
 class TrtLlmPlan:
-    """Everything that a build will do. cells: the whole grid, lengths outside, batches inside."""
+    """Everything that a build will do. cells: the whole grid, lengths outside, batches inside.
+
+    Of the PyTorch backend: classes are the sizes that it captures, llm is how it is started, and cells,
+    engines and convert are empty.
+    """
 
     spec: TrtLlmSpec
     target: Target
@@ -43,6 +56,7 @@ class TrtLlmPlan:
     memory: Memory
     graphs: GraphComparison
     notes: tuple[str, ...]
+    llm: LlmCall | None = None
 
     def step(self, name: str) -> TrtLlmStep:
         return next(step for step in self.steps if step.name == name)
@@ -62,7 +76,7 @@ class TrtLlmPlan:
 
 def wanted_target(spec: TrtLlmSpec) -> Target:
     """What a build is made for, before a machine was looked at."""
-    return Target(TENSORRT_LLM, TENSORRT, spec.gpu, spec.compute_capability)
+    return Target(TENSORRT_LLM, "" if spec.torch else TENSORRT, spec.gpu, spec.compute_capability)
 
 
 def make_plan(
@@ -81,9 +95,24 @@ def make_plan(
     """
     memory = estimates.memory(spec)
     tokens = pass_tokens(spec)
-    classes = stock_classes(tokens)
-    engines = tuple(_engine(spec, name, tokens) for name in spec.engine_names)
+    classes = pass_classes(spec)
+    engines = () if spec.torch else tuple(_engine(spec, name, tokens) for name in spec.engine_names)
     steps = Steps(spec, target or wanted_target(spec), checkpoint_key, calibration_key, code_key, engines)
+    if spec.torch:
+        llm = llm_call(spec, steps.target.tensorrt_llm, memory.kv_tokens // spec.block_tokens)
+        return TrtLlmPlan(
+            spec=spec,
+            target=steps.target,
+            steps=torch_steps(steps, classes, llm),
+            classes=classes,
+            cells=(),
+            engines=(),
+            convert={},
+            memory=memory,
+            graphs=estimates.graph_comparison(spec),
+            notes=(*torch_notes(spec, classes), *_gated(spec)),
+            llm=llm,
+        )
     return TrtLlmPlan(
         spec=spec,
         target=steps.target,
@@ -132,6 +161,10 @@ def _notes(spec: TrtLlmSpec, memory: Memory) -> tuple[str, ...]:
             "FP8 scales are set from cnn_dailymail, which TensorRT-LLM fetches from the hub: give a text "
             "file of your own traffic to be independent of it"
         )
-    if spec.repo is not None and spec.repo.startswith("meta-llama/") and spec.checkpoint is None:
-        found.append(f"{spec.repo} is gated: accept its licence on the hub, or give a local checkpoint")
-    return tuple(found)
+    return (*found, *_gated(spec))
+
+
+def _gated(spec: TrtLlmSpec) -> tuple[str, ...]:
+    if spec.repo is None or not spec.repo.startswith("meta-llama/") or spec.checkpoint is not None:
+        return ()
+    return (f"{spec.repo} is gated: accept its licence on the hub, or give a local checkpoint",)

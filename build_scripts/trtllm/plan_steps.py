@@ -41,7 +41,10 @@ VERSIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What an engine is bound to. `measured`: read from a machine, not the wanted values of a dry run."""
+    """What an engine is bound to. `measured`: read from a machine, not the wanted values of a dry run.
+
+    tensorrt: empty for the PyTorch backend.
+    """
 
     tensorrt_llm: str
     tensorrt: str
@@ -109,24 +112,24 @@ class Steps:
         self.machine = {**self.libraries, "gpu": target.gpu, "sm": target.compute_capability}
 
     def all(self) -> tuple[TrtLlmStep, ...]:
-        before = (self._fetch(), self._convert())
+        before = (self.fetch(), self._convert())
         builds = tuple(self._build_sp(name) for name in sp_builds(self.spec))
         choose = self._choose(tuple(step.name for step in builds))
         long_prefill = self._build_lp() if self.spec.separate_lp else self._share()
         return (*before, *builds, choose, long_prefill, *self._end(long_prefill.name))
 
-    def _step(self, name: str, inputs: Mapping[str, object], **fields: Any) -> TrtLlmStep:
+    def step(self, name: str, inputs: Mapping[str, object], **fields: Any) -> TrtLlmStep:
         after: tuple[str, ...] = fields["after"]
         body = {**inputs, "code": self.code_key, "after": [self.keys[other] for other in after]}
         text = json.dumps([name, VERSIONS[name], body], sort_keys=True)
         self.keys[name] = hashlib.sha256(text.encode()).hexdigest()
         return TrtLlmStep(name=name, key=self.keys[name], **fields)
 
-    def _fetch(self) -> TrtLlmStep:
+    def fetch(self) -> TrtLlmStep:
         spec = self.spec
         if spec.checkpoint is not None:
             given = self.checkpoint_key or str(spec.checkpoint)
-            return self._step(
+            return self.step(
                 "fetch",
                 {"checkpoint": given},
                 does=f"take the checkpoint in {spec.checkpoint}, check its sizes, hash its files",
@@ -135,7 +138,7 @@ class Steps:
                 calls=(f"read {spec.checkpoint}/config.json and *.safetensors; nothing is downloaded",),
                 time=estimates.fetch_time(spec),
             )
-        return self._step(
+        return self.step(
             "fetch",
             {"repo": spec.repo, "revision": self.checkpoint_key or spec.revision},
             does=f"download {spec.repo} at {spec.revision}, check its sizes, hash its files",
@@ -151,7 +154,7 @@ class Steps:
         recipe = convert_arguments(self.spec)
         fp8 = self.spec.quantisation is Quantisation.FP8
         scaled = {**self.machine, "texts": self.calibration_key}
-        return self._step(
+        return self.step(
             "convert",
             # Scales are measured on the GPU; a plain conversion is the same on each.
             {"recipe": recipe, **(scaled if fp8 else self.libraries)},
@@ -170,7 +173,7 @@ class Steps:
         profiles = len(engine.ranges)
         least, most = estimates.plan_bytes(self.spec, gemm_plugin=plugin, profiles=profiles)
         whose = "cuBLASLt by the GEMM plugin" if plugin else "TensorRT's own"
-        return self._step(
+        return self.step(
             name,
             {"recipe": recipe, **self.machine},
             does=f"build the SP engine with {profiles} profiles, GEMMs {whose}",
@@ -186,7 +189,7 @@ class Steps:
     def _choose(self, builds: tuple[str, ...]) -> TrtLlmStep:
         one = len(builds) == 1
         count = len(self.engines[0].ranges)
-        return self._step(
+        return self.step(
             "choose",
             self.machine,
             does="take the only engine" if one else f"time both at the {count} class edges, keep the faster",
@@ -203,7 +206,7 @@ class Steps:
         engine = self.engines[1]
         recipe = next(iter(engine.arguments.values()))
         low, high, best = engine.ranges[0][0], engine.ranges[0][2], engine.ranges[0][1]
-        return self._step(
+        return self.step(
             "build-lp",
             {"recipes": dict(engine.arguments), **self.machine},
             does=f"build an LP engine, one profile {low} to {high} tuned at {best}; GEMMs as chosen",
@@ -217,7 +220,7 @@ class Steps:
 
     def _share(self) -> TrtLlmStep:
         low, _, high = self.engines[0].ranges[-1]
-        return self._step(
+        return self.step(
             "share",
             {},
             does=f"long prefills run on the SP engine, last profile ({low} to {high}): no second copy",
@@ -239,7 +242,7 @@ class Steps:
             "context": spec.context_tokens_max,
         }
         return (
-            self._step(
+            self.step(
                 "verify",
                 {**self.machine, "memory_share": spec.memory_share},
                 does="load it, read its profiles back, run one request a class, record sizes",
@@ -252,7 +255,7 @@ class Steps:
                 time=estimates.load_time(spec, count, 10.0 * profiles, "10 s a profile"),
                 inside=True,
             ),
-            self._step(
+            self.step(
                 "calibrate",
                 measure,
                 does=f"measure passes over T and history for {spec.calibration_s:.0f} s, fit the cost model",
@@ -264,7 +267,7 @@ class Steps:
                 ),
                 inside=True,
             ),
-            self._step(
+            self.step(
                 "manifest",
                 {},
                 does="write down what was built, from what, for what",
@@ -273,16 +276,19 @@ class Steps:
                 calls=(),
                 time=Time(2 + size / 1e9, "hashing at 1 GB/s"),
             ),
-            self._step(
-                "publish",
-                {},
-                does=f"put it into {spec.target}",
-                after=(*engines, "manifest"),
-                outputs=(),
-                calls=(),
-                time=estimates.copy_time(size),
-                size_bytes=size,
-            ),
+            self.publish((*engines, "manifest"), size),
+        )
+
+    def publish(self, after: tuple[str, ...], size_bytes: int) -> TrtLlmStep:
+        return self.step(
+            "publish",
+            {},
+            does=f"put it into {self.spec.target}",
+            after=after,
+            outputs=(),
+            calls=(),
+            time=estimates.copy_time(size_bytes),
+            size_bytes=size_bytes,
         )
 
 

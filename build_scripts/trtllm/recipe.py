@@ -21,7 +21,9 @@ from typing import Any
 
 from build_scripts.spec import BuildError
 from build_scripts.trtllm.spec import EngineName, Quantisation, TrtLlmSpec
-from engines.trtllm_profiles import limits
+from engines.executor.types import ExecutorRole
+from engines.trtllm_child.config import ChildConfig, Driver
+from engines.trtllm_profiles import limits, stock_classes
 
 MODEL_CLASSES = {"qwen2": "QWenForCausalLM", "llama": "LLaMAForCausalLM"}  # in tensorrt_llm.models
 
@@ -191,6 +193,32 @@ def pass_tokens(spec: TrtLlmSpec, engine: EngineName = EngineName.SP) -> int:
         ).pass_tokens_max
     except ValueError as error:
         raise BuildError(str(error)) from None
+
+
+def pass_classes(spec: TrtLlmSpec) -> tuple[int, ...]:
+    """Upper edges of the T-classes of a pass: profiles of the engines, or sizes of captured graphs."""
+    if not spec.torch:
+        return stock_classes(pass_tokens(spec))
+    from engines.trtllm_torch import torch_classes  # not for TensorRT-LLM's interpreter
+
+    return torch_classes(pass_tokens(spec))
+
+
+def child_config(spec: TrtLlmSpec, version: str, model_dir: str, kv_blocks: int) -> ChildConfig:
+    """What an executor over `model_dir` is started with while it is built: no room is kept for decode."""
+    return ChildConfig(
+        driver=Driver.TORCH if spec.torch else Driver.ENGINE,
+        model_dir=model_dir,
+        version=version,
+        role=ExecutorRole.BOTH,
+        requests_max=spec.requests_max,
+        pass_tokens_max=pass_tokens(spec),
+        context_tokens_max=spec.context_tokens_max,
+        block_tokens=spec.block_tokens,
+        kv_blocks=kv_blocks,
+        capture_tokens=pass_classes(spec) if spec.torch else (),
+        dtype=spec.dtype,
+    )
 
 
 def fill(arguments: Mapping[str, Any], paths: Mapping[str, str | None]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from build_scripts.progress import Progress, Silent
 from build_scripts.spec import BuildError
 from build_scripts.store import Store, swap_in
-from build_scripts.trtllm import assemble, checkpoint, inside, steps
+from build_scripts.trtllm import assemble, checkpoint, inside, steps, torch_steps
 from build_scripts.trtllm.checkpoint import CheckpointError
 from build_scripts.trtllm.job import VERIFIED, Job, Tools, write_json
 from build_scripts.trtllm.launch import run_inside
@@ -36,6 +36,7 @@ from engines.bundle_base import MANIFEST, BundleMismatch
 from engines.executor.types import BackendUnavailable, LinkLost
 from engines.gpu_bundle import open_gpu_bundle
 from engines.gpu_host import Gpu, GpuHost
+from engines.trtllm_child.config import Driver
 from engines.trtllm_child.guard import PINNED, check_version
 
 TRITON = "triton"  # in the spec's `out`: a model repository for a Triton server on this machine
@@ -100,7 +101,7 @@ def find_gpu(spec: TrtLlmSpec, host: GpuHost) -> Gpu:
 
 def find_target(spec: TrtLlmSpec, host: GpuHost, gpu: Gpu) -> Target:
     """What engines built here are bound to. Raises BuildError or BackendUnavailable."""
-    for name in ("tensorrt_llm", "tensorrt"):
+    for name in ("tensorrt_llm",) if spec.torch else ("tensorrt_llm", "tensorrt"):
         if name == "tensorrt" and host.tensorrt_llm is not None:
             check_version(host.tensorrt_llm)  # later lines have no TensorRT
         if getattr(host, name) is None:
@@ -109,6 +110,9 @@ def find_target(spec: TrtLlmSpec, host: GpuHost, gpu: Gpu) -> Target:
                 f"tensorrt-llm=={PINNED} into an environment of its own, and give that with --python"
             )
     assert host.tensorrt_llm is not None
+    if spec.torch:
+        check_version(host.tensorrt_llm, Driver.TORCH)
+        return Target(host.tensorrt_llm, "", gpu.name, gpu.compute_capability, measured=True)
     assert host.tensorrt is not None
     return Target(host.tensorrt_llm, host.tensorrt, gpu.name, gpu.compute_capability, measured=True)
 
@@ -246,7 +250,7 @@ def _actions(job: Job) -> dict[str, Action]:
         "choose": lambda out: steps.choose(job, out),
         "build-lp": engine("build-lp"),
         "share": lambda out: steps.share(job, out),
-        "verify": lambda out: steps.verify(job, out),
+        "verify": lambda out: (torch_steps if job.spec.torch else steps).verify(job, out),
         "calibrate": lambda out: steps.calibrate(job, out),
         "manifest": lambda out: assemble.manifest(job, out),
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 from build_scripts.calibrate import fit_calibration, write_csv
 from build_scripts.spec import BuildError
-from build_scripts.trtllm import measure
+from build_scripts.trtllm import measure, torch_steps
 from build_scripts.trtllm.checkpoint import check_checkpoint, hashes, licence_of
 from build_scripts.trtllm.estimates import activation_bytes, weight_bytes
 from build_scripts.trtllm.job import CHOICE, ENVIRONMENT, FACTS, SOURCE, VERIFIED, Job, write_json
@@ -37,7 +37,9 @@ _SECONDS_A_CLASS = 3  # the time to compare two engines at a class is the calibr
 
 def check_source(spec: TrtLlmSpec, folder: Path) -> None:
     """All that is asked of a checkpoint, before hours are spent on it. Raises CheckpointError."""
-    check_checkpoint(folder, spec.architecture, spec.shape, spec.context_tokens_max)
+    check_checkpoint(folder, spec.architecture, spec.shape, spec.context_tokens_max, engines=not spec.torch)
+    if spec.torch:
+        torch_steps.check_files(folder)
     read_text(folder)
 
 
@@ -236,7 +238,8 @@ def _growth(job: Job, read: dict[str, dict[str, Any]]) -> tuple[float, str]:
 
 def calibrate(job: Job, out: Path) -> str:
     spec, blocks = job.spec, job.read("verify", VERIFIED)["kv_blocks"]
-    shapes = measure.calibration_shapes(job.plan.classes, spec.context_tokens_max)
+    make_shapes = measure.padded_shapes if spec.torch else measure.calibration_shapes
+    shapes = make_shapes(job.plan.classes, spec.context_tokens_max)
     job.update(0.0, f"measuring {len(shapes)} shapes for about {spec.calibration_s:.0f} s")
     with job.open("calibrate", job.engine_folder("sp"), blocks) as engine:
         calibration = measure.calibrate(
@@ -246,6 +249,7 @@ def calibrate(job: Job, out: Path) -> str:
     origin = (
         f"measured {datetime.now(UTC):%Y-%m-%d} on {gpu.name}, {spec.dtype}, quantisation "
         f"{spec.quantisation}, tensorrt_llm {target.tensorrt_llm}"
+        + (", PyTorch backend, passes padded to captured sizes" if spec.torch else "")
     )
     result = fit_calibration(calibration, origin)
     cost = Cost(

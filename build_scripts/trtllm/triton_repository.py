@@ -117,7 +117,8 @@ def parameters(
         "batch_scheduler_policy": "guaranteed_no_evict",
         "max_tokens_in_paged_kv_cache": str(limits.kv_blocks * limits.block_tokens),
         "enable_kv_cache_reuse": "true",
-        "enable_chunked_context": "false",  # long prompts come in parts; see the service's scheduler
+        # Prompts come in parts. But without this none may be longer than a pass, however much of it is cached.
+        "enable_chunked_context": "true",
         "exclude_input_in_output": "true",
         "cancellation_check_period_ms": str(limits.cancellation_check_period_ms),
         "stats_check_period_ms": "100",

@@ -86,7 +86,9 @@ def arguments_of(config: ChildConfig, api: Any, spelling: TorchSpelling) -> dict
         "max_num_tokens": config.pass_tokens_max,
         "max_seq_len": config.context_tokens_max,
         "max_beam_width": 1,
-        "enable_chunked_prefill": False,  # parts are made outside, where lanes and deadlines are known
+        # Parts are made outside, where lanes and deadlines are known. But without this a prompt longer than
+        # max_num_tokens is refused, however much of it is cached.
+        "enable_chunked_prefill": True,
         "kv_cache_config": _kv_cache_config(api, spelling.kv_cache, config),
         "scheduler_config": api.SchedulerConfig(
             capacity_scheduler_policy=api.CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from build_scripts.spec import BuildSpec
     from engines.bundle import Bundle
 
-OPENVINO, TRTLLM = "openvino_cpu", "trtllm"
+OPENVINO, TRTLLM, TRTLLM_TORCH = "openvino_cpu", "trtllm", "trtllm_torch"
+_OF_ENGINES = ("quantisation", "calibration_text", "gemm", "separate_lp", "lengths", "batches")
 _PANEL = "OpenVINO (--backend openvino_cpu)"
 
 Threads = Annotated[
@@ -51,14 +52,18 @@ def build(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Which model to build. Default: SmolLM2-135M-Instruct; for trtllm Qwen2.5-7B-Instruct."
+            help="Which model to build. Default: SmolLM2-135M-Instruct; for a GPU Qwen2.5-7B-Instruct."
         ),
     ] = None,
     out: Annotated[
         Path, typer.Option(help="Directory for bundles; each gets a folder with its model's name.")
     ] = Path("bundles"),
     backend: Annotated[
-        str, typer.Option(help="What will run the engine: openvino_cpu, or trtllm on an NVIDIA GPU.")
+        str,
+        typer.Option(
+            help="What will run the bundle: openvino_cpu, or on an NVIDIA GPU trtllm (prebuilt engines) or "
+            "trtllm_torch (a checkpoint; its graphs are captured at every start)."
+        ),
     ] = OPENVINO,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the steps, profiles, sizes and times; do nothing.")
@@ -107,9 +112,12 @@ def build(
     try:
         if check is not None:
             _check(check, python)
-        elif backend == TRTLLM:
+        elif backend in (TRTLLM, TRTLLM_TORCH):
             _refuse(backend, cpu)
-            trtllm.run(trtllm.spec_of(model, out, nvidia), dry_run=dry_run, force=force, json_path=json_path)
+            if backend == TRTLLM_TORCH:
+                _refuse(backend, {name: nvidia.pop(name) for name in _OF_ENGINES})
+            spec = trtllm.spec_of(model, out, {**nvidia, "backend": backend})
+            trtllm.run(spec, dry_run=dry_run, force=force, json_path=json_path)
         else:
             _refuse(backend, {**nvidia, "json": json_path})
             _run_cpu(model, out, backend, cpu, dry_run=dry_run, force=force)
@@ -118,7 +126,7 @@ def build(
 
 
 def _refuse(backend: str, options: Mapping[str, Any]) -> None:
-    """Options of the other backend. An unknown backend is refused later, with the names of the known ones."""
+    """Options of another backend. An unknown backend is refused later, with the names of the known ones."""
     from build_scripts.spec import BACKENDS, BuildError
 
     for name, value in options.items():

@@ -1,4 +1,4 @@
-"""`plaserve build --backend trtllm`: its options, its dry run and its build.
+"""`plaserve build --backend trtllm` or `trtllm_torch`: options, dry run and build.
 
 A dry run needs no GPU, no network and no TensorRT-LLM: it prints what a build would call, with every
 argument, what that would take, and where each cell of the grid would run.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from build_scripts.trtllm.spec import TrtLlmSpec
 
 DEFAULT_MODEL = "Qwen2.5-7B-Instruct"
-_PANEL = "TensorRT-LLM (--backend trtllm)"
+_PANEL = "TensorRT-LLM (--backend trtllm, trtllm_torch)"
 
 
 def _option(text: str, *names: str, metavar: str | None = None) -> Any:
@@ -36,29 +36,38 @@ Python = Annotated[
 ]
 Dtype = Annotated[str | None, _option("bfloat16 (default) or float16.")]
 QuantisationName = Annotated[
-    str | None, _option("none (default), or fp8 for weights, activations and KV cache.", "--quantisation")
+    str | None,
+    _option("trtllm: none (default), or fp8 for weights, activations and KV cache.", "--quantisation"),
 ]
 CalibrationText = Annotated[
     Path | None,
-    _option("Texts to set FP8 scales from, one a line. Default: a news data set of the hub.", metavar="FILE"),
+    _option(
+        "trtllm: texts to set FP8 scales from, one a line. Default: a news data set of the hub.",
+        metavar="FILE",
+    ),
 ]
 Gemm = Annotated[
-    str | None, _option("both (default: build both engines, keep the faster), plugin or tensorrt.")
+    str | None, _option("trtllm: both (default: build both engines, keep the faster), plugin or tensorrt.")
 ]
 SeparateLp = Annotated[
-    bool, _option("Build a second engine for long prefills: a second copy of the weights.", "--separate-lp")
+    bool,
+    _option(
+        "trtllm: build a second engine for long prefills, a second copy of the weights.", "--separate-lp"
+    ),
 ]
-PassTokensMax = Annotated[int | None, _option("Largest pass, tokens, 65 to 16384. Default: 8192.")]
+PassTokensMax = Annotated[
+    int | None, _option("Largest pass, tokens, 65 to 16384. Default: 8192; for trtllm_torch 4096.")
+]
 RequestsMax = Annotated[
     int | None,
     _option("Most requests in an iteration: prompts of a pass and those that decode. Default: 256."),
 ]
 ContextTokensMax = Annotated[int | None, _option("Longest prompt with its answer, tokens. Default: 32768.")]
 Lengths = Annotated[
-    str | None, _option("Lengths L of the grid. Default: 8,16,32,64,128,256.", metavar="N,N,...")
+    str | None, _option("trtllm: lengths L of the grid. Default: 8,16,32,64,128,256.", metavar="N,N,...")
 ]
 Batches = Annotated[
-    str | None, _option("Batch sizes B of the grid. Default: 1,2,4,8,16,32,64.", metavar="N,N,...")
+    str | None, _option("trtllm: batch sizes B of the grid. Default: 1,2,4,8,16,32,64.", metavar="N,N,...")
 ]
 Gpu = Annotated[str | None, _option("GPU to build for, which must be the one to build on. Default: H200.")]
 Publish = Annotated[

@@ -1,7 +1,7 @@
 """The plan of a TensorRT-LLM build as tables.
 
 Fits 80 columns: what is long (calls, reasons, lists of fields) stands in columns that fold, and the grid is
-a matrix of T-classes.
+a matrix of T-classes. A plan for the PyTorch backend has captured sizes where one for engines has profiles.
 """
 
 from __future__ import annotations
@@ -15,25 +15,23 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from build_scripts.trtllm.plan import TrtLlmPlan
+    from build_scripts.trtllm.torch_plan import LlmCall
 
 _COLOURS = ("green", "cyan", "blue", "magenta", "yellow", "red")
 
 
 def render(plan: TrtLlmPlan) -> RenderableType:
-    parts = (
-        _head(plan),
-        _steps(plan),
-        _profiles(plan),
-        _grid(plan),
-        _memory(plan),
-        _graphs(plan),
-        _calls(plan),
-        _arguments(plan),
-        _commands(plan),
-        *(_note(f"Note: {note}.") for note in plan.notes),
-    )
+    parts: tuple[RenderableType, ...]
+    if plan.llm is not None:
+        parts = (_captures(plan), _memory(plan), _calls(plan), _llm(plan.llm))
+    else:
+        parts = (
+            *(_profiles(plan), _grid(plan), _memory(plan), _graphs(plan)),
+            *(_calls(plan), _arguments(plan), _commands(plan)),
+        )
+    notes = (_note(f"Note: {note}.") for note in plan.notes)
     spaced: list[RenderableType] = []
-    for part in parts:
+    for part in (_head(plan), _steps(plan), *parts, *notes):
         spaced += [part, ""]
     return Group(*spaced[:-1])
 
@@ -59,7 +57,8 @@ def _head(plan: TrtLlmPlan) -> RenderableType:
         (
             "for",
             f"{target.gpu} (compute capability {target.compute_capability}), "
-            f"TensorRT-LLM {target.tensorrt_llm}, TensorRT {target.tensorrt}",
+            f"TensorRT-LLM {target.tensorrt_llm}"
+            + (f", TensorRT {target.tensorrt}" if target.tensorrt else ", its PyTorch backend"),
         ),
         (
             "bounds",
@@ -114,6 +113,37 @@ def _profiles(plan: TrtLlmPlan) -> RenderableType:
             "engine share one set of weights. Nothing is padded, and requests count apart from tokens: 1 to "
             f"{plan.spec.requests_max} in every profile."
         ),
+    )
+
+
+def _captures(plan: TrtLlmPlan) -> RenderableType:
+    graphs = plan.graphs
+    table = _table("Captured sizes", "size", "takes passes of", "at most padded", right=("size",))
+    for low, size in zip((0, *plan.classes), plan.classes, strict=False):
+        table.add_row(f"{size:,}", f"{low + 1:,} to {size:,} tokens", f"{size / (low + 1):.2f} x")
+    least, most = graphs.captured_s
+    whose = "interpolated" if graphs.estimated else "published"
+    lines = (
+        "A size is a piecewise graph of T, the tokens of a pass; attention stays outside of it. All share "
+        "one set of weights.",
+        "Memory of the graphs and time to capture them at every start: not measured here. Were each what "
+        f"LAPS says of a whole prefill graph ({whose}: {graphs.graph_bytes_each / 1e6:.0f} MB, 8 to 12 s), "
+        f"these {graphs.profiles} would take {graphs.captured_bytes / 1e9:.1f} GB and {least:.0f} to "
+        f"{most:.0f} s. The {graphs.cells} cells of its grid take {graphs.graph_bytes / 1e9:.1f} GB and "
+        f"{graphs.capture_s[0] / 60:.0f} to {graphs.capture_s[1] / 60:.0f} min.",
+    )
+    return Group(table, *map(_note, lines))
+
+
+def _llm(call: LlmCall) -> RenderableType:
+    words = (
+        f"Given where the release has it: {', '.join(call.optional)}. max_tokens is the KV pool above; the "
+        "build sets it from the real size of the weights."
+    )
+    return Group(
+        Text("How tensorrt_llm.LLM is started, by verify, calibrate and the service", style="italic"),
+        Text(call.text(), overflow="fold"),
+        _note(words),
     )
 
 
