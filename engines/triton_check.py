@@ -81,7 +81,7 @@ def _parameters(config: Any, options: TritonOptions) -> list[str]:
         "gpt_model_type": ("inflight_fused_batching", "inflight_batching"),
         "batch_scheduler_policy": ("guaranteed_no_evict",),
         "enable_kv_cache_reuse": ("true", "1"),
-        "enable_chunked_context": ("false", "0"),
+        "enable_chunked_context": ("true", "1"),
         "max_beam_width": ("1",),
         "max_tokens_in_paged_kv_cache": (str(options.kv_blocks * options.block_tokens),),
         BLOCK_TOKENS: (str(options.block_tokens),),

@@ -97,7 +97,7 @@ def test_what_scheduling_rests_on_is_said(tmp_path: Path) -> None:
     said = {name: value.string_value for name, value in config.parameters.items()}
     assert said["gpt_model_path"] == "/engines/sp"
     assert said["max_tokens_in_paged_kv_cache"] == str(4096 * 32)
-    assert (said["enable_kv_cache_reuse"], said["enable_chunked_context"]) == ("true", "false")
+    assert (said["enable_kv_cache_reuse"], said["enable_chunked_context"]) == ("true", "true")
     assert said["batch_scheduler_policy"] == "guaranteed_no_evict"
     assert (said[FINGERPRINT], said[BLOCK_TOKENS]) == ("abc", "32")
     assert said["guided_decoding_backend"] == ""  # read without a default: must be there

@@ -97,7 +97,7 @@ def test_all_that_is_wrong_is_told_at_once(directory: Path) -> None:
     config.max_batch_size = 2
     config.model_transaction_policy.decoupled = False
     config.parameters["enable_kv_cache_reuse"].string_value = "false"
-    config.parameters["enable_chunked_context"].string_value = "true"
+    config.parameters["enable_chunked_context"].string_value = "false"
     del config.parameters["batch_scheduler_policy"]
     config.input.add(name="mystery", data_type=8, dims=[1])
     with pytest.raises(BackendUnavailable) as caught:

@@ -72,7 +72,7 @@ def test_the_llm_is_told_everything(use: Use, stratum: str, role: ExecutorRole) 
     captures = (64, 1_024) if stratum != "S1" else ()
     told = llm_arguments(config(Driver.TORCH, role=role, capture_tokens=captures, transceiver="UCX"))
     assert told["skip_tokenizer_init"] is True
-    assert told["enable_chunked_prefill"] is False
+    assert told["enable_chunked_prefill"] is True
     assert told["disable_overlap_scheduler"] is (role is ExecutorRole.CONTEXT)
     assert (told["cuda_graph_config"] is None) is (role is ExecutorRole.CONTEXT)
     assert told["kv_cache_config"].max_tokens == 128 * BLOCK

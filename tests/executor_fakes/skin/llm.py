@@ -170,6 +170,8 @@ def llm_class(surface: Surface) -> type:
                 if kind is Kind.GENERATION_ONLY:
                     tokens, state = tuple(disagg.first_gen_tokens), disagg.opaque_state
                     hand_over = HandOver(tokens, disagg.ctx_request_id, state)
+            if not self.args.enable_chunked_prefill and len(values["inputs"]) > self.args.max_num_tokens:
+                raise ValueError("The sum of prompt length should not exceed max_num_tokens")
             ranges, decode = retention_of(values["kv_cache_retention_config"])
             ends = not sampling.ignore_eos and sampling.end_id not in (None, -1)
             request = FakeRequest(
