@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from engines.executor.types import BackendUnavailable, Call, Facts, LinkLost, Report
+from engines.executor.types import BackendUnavailable, Call, Facts, LinkLost, Report, Unread
 from engines.trtllm_child.config import ChildConfig
 from engines.trtllm_child.wire import Cancel, Configure, Enqueue, Failed, Message, Reports, Started
 from engines.trtllm_process import Child, ChildSettings
@@ -21,10 +21,9 @@ _LOST_GRACE_S = 0.5  # a child that is given up: to say how it ended, and to obe
 
 
 class ChildLink:
-    """`ExecutorLink` to a child process. bad_reports: what the child could not understand of its executor."""
+    """`ExecutorLink` to a child process."""
 
     def __init__(self, config: ChildConfig, python: Path, settings: ChildSettings | None = None) -> None:
-        self.bad_reports = 0
         self._config = config
         self._python = python
         self._settings = settings or ChildSettings()
@@ -74,7 +73,8 @@ class ChildLink:
                 if not isinstance(heard, Reports):
                     raise LinkLost(f"it said {type(heard).__name__} while it ran")
                 found.extend(heard.reports)
-                self.bad_reports += heard.skipped
+                if heard.skipped:
+                    found.append(Unread(heard.skipped))
                 wait_s = 0.0
         except LinkLost as lost:
             if found:  # told next time: the end stays at the end of what is heard

@@ -54,6 +54,7 @@ from engines.executor.types import (
     Iteration,
     LinkLost,
     Report,
+    Unread,
 )
 from engines.profiles import Profiles
 from engines.types import (
@@ -231,6 +232,9 @@ class ExecutorEngine:
         failed += [step.live.request.request_id for step in steps if step.error is not None]
         self._fidelity.begin(sum(step.end - step.start for step in steps if step.call is not None))
         if calls:
+            # Executors that fill an iteration before they look into their cache count cached tokens against
+            # it: who brings most of them goes last, and takes what is left.
+            calls.sort(key=lambda call: call.start)
             self._supervisor.enqueue([call.call for call in calls])
         self._wait(pass_, begin_s, failed, lambda: all(call.answered for call in calls))
         ran = self._fidelity.ran(sum(step.computed for step in steps))
@@ -297,6 +301,8 @@ class ExecutorEngine:
                     self._gapped = True
                     self._note(Incident.EVENTS_LOST, f"{report.missing} events of the prefix cache")
                     self._ledger.clear(names=False)
+                case Unread():
+                    self._note(Incident.BAD_REPORT, f"{report.count} reports could not be read")
 
     def _iterated(self, iteration: Iteration) -> None:
         if self._fidelity.saw(iteration):

@@ -161,7 +161,14 @@ class CacheGap:
     missing: int
 
 
-Report = Answer | Iteration | CacheStored | CacheRemoved | CacheGap
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """So many reports of the executor could not be understood and were left out."""
+
+    count: int
+
+
+Report = Answer | Iteration | CacheStored | CacheRemoved | CacheGap | Unread
 
 
 @dataclass(frozen=True, slots=True)

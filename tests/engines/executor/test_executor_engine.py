@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.base import Engine, EngineError
-from engines.executor.types import Answer, CallKind, CancelMode, Ending, ExecutorRole, Facts, Iteration
+from engines.executor.types import (
+    Answer,
+    CallKind,
+    CancelMode,
+    Ending,
+    ExecutorRole,
+    Facts,
+    Incident,
+    Iteration,
+    Unread,
+)
 from engines.types import BlocksStored, FinishReason, ItemResult, Pass, PassItem, PassKind, Ran
 from tests.executor_fakes.vices import Vices
 
@@ -47,6 +57,26 @@ def test_a_pass_is_one_enqueue_of_parts_and_real_calls() -> None:
     made.prefill(("long", 26, 24))
     ((whole,),) = made.link.enqueued[1:]
     assert (len(whole.token_ids), whole.max_tokens, whole.priority) == (50, 3, None)
+
+
+def test_who_brings_most_from_the_cache_goes_last_so_that_the_pass_is_not_split() -> None:
+    """An executor that counts cached tokens against an iteration fills it in the order that it is given."""
+    made = rig(Vices(counts_cached=True), executor={"max_num_tokens": 72})
+    made.engine.submit(asked("old", 64, 1))
+    made.prefill(("old", 56, 0))
+    for family in (1, 2, 3):
+        made.engine.submit(asked(f"new{family}", 8, 1, family=family))
+    result = made.prefill(("old", 8, 56), *((f"new{family}", 8, 0) for family in (1, 2, 3)))
+    assert result.ran == Ran(1, 4, 32)
+    assert [item.request_id for item in result.items] == ["old", "new1", "new2", "new3"]
+    assert [len(call.token_ids) for call in made.link.enqueued[-1]] == [8, 8, 8, 64]
+
+
+def test_reports_that_could_not_be_read_are_counted() -> None:
+    _, engine = scripted([[Unread(3), Answer("r/1", (1,), True, Ending.LENGTH)]])
+    engine.submit(asked("r", 5, 1))
+    engine.execute(prefill_of(("r", 5, 0)))
+    assert engine.incidents[Incident.BAD_REPORT] == 1
 
 
 def test_a_session_is_kept_longer_than_others_and_shorter_than_a_part() -> None:

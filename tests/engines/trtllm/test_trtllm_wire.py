@@ -25,6 +25,7 @@ from engines.executor.types import (
     Facts,
     Iteration,
     Report,
+    Unread,
 )
 from engines.trtllm_child import wire
 from engines.trtllm_child.config import ChildConfig, Driver
@@ -83,6 +84,7 @@ REPORTS = st.one_of(
     st.builds(CacheStored, st.none() | HASH, st.lists(st.tuples(HASH, TOKENS), max_size=3).map(tuple)),
     st.builds(CacheRemoved, st.lists(HASH, max_size=4).map(tuple)),
     st.builds(CacheGap, st.integers(1)),
+    st.builds(Unread, st.integers(1)),
 )
 MESSAGES = st.one_of(
     st.builds(wire.Configure, CONFIGS),
@@ -105,7 +107,7 @@ def test_what_is_sent_is_what_is_read(message: wire.Message) -> None:
 
 def test_every_kind_of_report_and_message_is_covered() -> None:
     """A new kind of report needs no line in the codec; this test says when the strategies lack it."""
-    assert set(typing.get_args(Report)) == {Answer, Iteration, CacheStored, CacheRemoved, CacheGap}
+    assert set(typing.get_args(Report)) == {*(Answer, Iteration, CacheStored, CacheRemoved, CacheGap, Unread)}
     for kind in (*typing.get_args(wire.Message), *typing.get_args(Report), Call, ChildConfig, ContextTicket):
         assert wire._KIND not in {field.name for field in dataclasses.fields(kind)}
 
