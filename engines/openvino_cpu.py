@@ -134,13 +134,11 @@ class OpenVinoCpuEngine:
     def execute(self, pass_: Pass) -> PassResult:
         start_s = time.perf_counter()
         model, requests = self._usable(), self._requests
-        steps = requests.begin(pass_)
-        running = [step for step in steps if step.error is None]
+        steps, shape = requests.begin(pass_)
         executed, tokens = (0, 0), {}
-        if running:
-            shape = requests.shape(running)
-            assert shape is not None  # without the steps that failed it is no larger than what was checked
+        if shape is not None:
             executed = (shape.tokens, shape.history)
+            running = [step for step in steps if step.error is None]
             tokens = self._forward(model, pass_, running, executed)
         requests.passes_done += 1
         items = tuple([requests.advance(step, tokens.get(step.request_id)) for step in steps])

@@ -171,32 +171,39 @@ class PackedRequests:
 
     # --- the begin of a pass ---
 
-    def begin(self, pass_: Pass) -> list[Step]:
-        """The steps of `pass_`, with their blocks. One without memory has its error set and is forgotten.
+    def begin(self, pass_: Pass) -> tuple[list[Step], PassShape | None]:
+        """The steps of `pass_`, with their blocks, and the shape that runs of them.
 
-        Raises KeyError and ValueError as `Engine.execute`; then nothing has changed.
+        A step without memory has its error set and its request is forgotten; where no other is left there
+        is no shape. Raises KeyError and ValueError as `Engine.execute`; then nothing has changed.
         """
         check_pass(pass_, self._limits, self._answered)
-        for item in pass_.items:
-            if item.request_id in self._layers or pass_.layer_block > 0:
-                self._check_layers(pass_, item)
+        if self._layers or pass_.layer_block > 0:
+            for item in pass_.items:
+                if item.request_id in self._layers or pass_.layer_block > 0:
+                    self._check_layers(pass_, item)
         if pass_.layer_block > 0:
-            return [self._layers[item.request_id].step for item in pass_.items]
+            steps = [self._layers[item.request_id].step for item in pass_.items]
+            return steps, self._shape(steps)
         for capped in (False, True):
             steps = [self._step(item, pass_.kind, capped) for item in pass_.items]
-            if self.shape(steps) is not None:
-                self._claim(steps)
-                return steps
+            shape = self._shape(steps)
+            if shape is not None:
+                if self._claim(steps):
+                    return steps, shape
+                running = [step for step in steps if step.error is None]
+                shape = self._shape(running) if running else None
+                assert shape is not None or not running  # fewer steps take no larger profile
+                return steps, shape
         tokens, history = sum(step.new for step in steps), sum(step.start for step in steps)
         raise ValueError(
             f"pass {pass_.pass_id}: no profile takes {tokens} new tokens over {history} of history; "
             f"the largest are {self._profiles.tokens_max} and {self._profiles.history_max}"
         )
 
-    def shape(self, steps: Sequence[Step]) -> PassShape | None:
-        """What runs of `steps`; None where no profile takes them, or there are none."""
-        sizes = [(step.new, step.start) for step in steps if step.error is None]
-        return self._profiles.executed(sizes) if sizes else None
+    def _shape(self, steps: Sequence[Step]) -> PassShape | None:
+        """None where no profile takes `steps`."""
+        return self._profiles.executed([(step.new, step.start) for step in steps])
 
     def _answered(self, request_id: str) -> bool | None:
         live = self._live.get(request_id)
@@ -225,8 +232,12 @@ class PackedRequests:
         new = 1 if kind is PassKind.DECODE else min(item.new_tokens, live.prompt_tokens - start)
         return Step(live, start, new, reused)
 
-    def _claim(self, steps: Sequence[Step]) -> None:
-        """Take the blocks of all steps: cached ones first, so that none is evicted for another step."""
+    def _claim(self, steps: Sequence[Step]) -> bool:
+        """Take the blocks of all steps: cached ones first, so that none is evicted for another step.
+
+        Returns whether every step got its blocks.
+        """
+        complete = True
         for step in steps:
             live = step.live
             if live.table is None:
@@ -240,6 +251,8 @@ class PackedRequests:
             except OutOfBlocks as error:
                 step.error = f"out of KV blocks: {error}"
                 self.cancel(step.request_id)
+                complete = False
+        return complete
 
     # --- the end of a pass ---
 
@@ -255,7 +268,8 @@ class PackedRequests:
         live, request_id = step.live, step.request_id
         if step.error is not None:
             return ItemResult(request_id, live.position, 0, error=step.error)
-        self._layers.pop(request_id, None)
+        if self._layers:
+            self._layers.pop(request_id, None)
         live.position = step.start + step.new
         self._publish(live)
         finish = None

@@ -170,12 +170,11 @@ class TorchCudaEngine:
     def execute(self, pass_: Pass) -> PassResult:
         start_s = time.perf_counter()
         model, requests = self.model, self._requests
-        steps = requests.begin(pass_)
+        steps, shape = requests.begin(pass_)
         ids = tuple(step.request_id for step in steps)
         if pass_.layer_block > 0 and ids not in self._halted:
             raise ValueError(f"pass {pass_.pass_id}: no pass of {ids}, in this order, stopped between layers")
         running = [step for step in steps if step.error is None]
-        shape = requests.shape(running)
         requests.passes_done += 1
         tokens: dict[str, int] = {}
         if shape is not None:
