@@ -117,7 +117,7 @@ def parameters(
         "batch_scheduler_policy": "guaranteed_no_evict",
         "max_tokens_in_paged_kv_cache": str(limits.kv_blocks * limits.block_tokens),
         "enable_kv_cache_reuse": "true",
-        # Prompts come in parts. But without this none may be longer than a pass, however much of it is cached.
+        # Prompts come in parts. But without this none may be longer than a pass, however much is cached.
         "enable_chunked_context": "true",
         "exclude_input_in_output": "true",
         "cancellation_check_period_ms": str(limits.cancellation_check_period_ms),

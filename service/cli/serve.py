@@ -25,7 +25,10 @@ def serve(
     ] = None,
     bundle: Annotated[Path | None, typer.Option(help="Bundle directory made by `plaserve build`.")] = None,
     backend: Annotated[
-        str | None, typer.Option(help="openvino_cpu, or simulated (no model, real scheduling).")
+        str | None,
+        typer.Option(
+            help="openvino_cpu, trtllm, trtllm_torch, triton_server, or simulated (no model, real scheduling)."
+        ),
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Scheduling policy: plaserve or fcfs.")] = None,
     port: Annotated[
