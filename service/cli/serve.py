@@ -27,7 +27,7 @@ def serve(
     backend: Annotated[
         str | None,
         typer.Option(
-            help="openvino_cpu, trtllm, trtllm_torch, triton_server, or simulated (no model, real scheduling)."
+            help="openvino_cpu, trtllm, trtllm_torch, triton_server or simulated (no model, real scheduling)."
         ),
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Scheduling policy: plaserve or fcfs.")] = None,
