@@ -8,6 +8,11 @@ Admission. The executor starts a call only when its whole need is sure to fit be
 policy GUARANTEED_NO_EVICT), and leaves it in its queue until then, with everything behind it. So the same sum
 is done here before a call is sent: what real calls may grow to, and blocks that have leaked, are taken. Parts
 are left out, since they end by themselves.
+
+Ranks against eviction. A part's blocks rank highest until the next part has found them. A block keeps its
+rank when it is found by a call that asks for none (read in a source near 1.x, loadOrAllocateBlocks and
+claimBlock). So the real call asks for an ordinary one, also for blocks that a session shares; and of parts
+whose request is given up the rank ends with time, where a backend can be told.
 """
 
 from __future__ import annotations
@@ -31,7 +36,9 @@ from engines.executor.types import (
 from engines.types import Capabilities, EngineRequest
 
 PART_PRIORITY = 100  # of blocks that the next part of a prompt needs, against eviction; 0 to 100
+PART_PRIORITY_S = 120.0  # its rank after that ends: the next part is late, or never comes
 RETAIN_PRIORITY = 80  # of a session's
+ORDINARY_PRIORITY = 35  # an executor's own, of blocks that nobody ranks
 
 Note = Callable[[Incident, str], None]
 
@@ -94,6 +101,7 @@ class Live:
     hashes: tuple[int, ...]
     position: int = 0
     reported: int = 0
+    in_parts: bool = False  # whether it had a part
     real: InFlight | None = None
 
     @property
@@ -199,14 +207,20 @@ class CallBook:
 
     def part(self, live: Live, start: int, end: int) -> InFlight:
         """A call for the first `end` prompt tokens, for the sake of its blocks."""
-        request = live.request
+        request, live.in_parts = live.request, True
         call = Call(
-            self._name(request), CallKind.GENERATE, request.token_ids[:end], 1, priority=PART_PRIORITY
+            self._name(request),
+            CallKind.GENERATE,
+            request.token_ids[:end],
+            1,
+            priority=PART_PRIORITY,
+            priority_s=PART_PRIORITY_S,
         )
         return InFlight(call, start, self._blocks(end + 1), live, live.hashes)
 
     def real(self, live: Live, kind: CallKind, start: int, stream: AnswerStream) -> InFlight:
         request = live.request
+        ordinary = ORDINARY_PRIORITY if live.in_parts else None
         call = Call(
             self._name(request),
             kind,
@@ -214,7 +228,7 @@ class CallBook:
             request.max_new_tokens,
             request.sampling,
             stream.end_id,
-            RETAIN_PRIORITY if request.retain else None,
+            RETAIN_PRIORITY if request.retain else ordinary,
         )
         need = self._blocks(live.prompt_tokens + request.max_new_tokens)
         made = InFlight(call, start, need, live, live.hashes, stream)

@@ -89,8 +89,9 @@ class Call:
     """One request to an executor.
 
     call_id: unique in the life of a link. max_tokens: output tokens. priority: of its cached blocks against
-    eviction, 0 to 100; None takes the executor's own. end_id: the end-of-sequence token; None: ignore it.
-    ticket: of a generation-only call.
+    eviction, 0 to 100; None takes the executor's own for new blocks and leaves others as they are.
+    priority_s: how long that holds after a block was used last, where a backend can be told; None: for good.
+    end_id: the end-of-sequence token; None: ignore it. ticket: of a generation-only call.
     """
 
     call_id: str
@@ -100,6 +101,7 @@ class Call:
     sampling: Sampling = field(default_factory=Sampling)
     end_id: int | None = None
     priority: int | None = None
+    priority_s: float | None = None
     ticket: ContextTicket | None = None
 
 

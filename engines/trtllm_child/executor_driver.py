@@ -89,7 +89,9 @@ def kv_cache_config(trt: Any, config: ChildConfig) -> Any:
 def request_of(trt: Any, spelling: EngineSpelling, call: Call) -> Any:
     options: dict[str, Any] = {}
     if call.priority is not None:
-        options["kv_cache_retention_config"] = retention(trt, spelling.token_range, call.priority)
+        options["kv_cache_retention_config"] = retention(
+            trt, spelling.token_range, call.priority, call.priority_s
+        )
     if call.kind is CallKind.GENERATION_ONLY:
         ticket = call.ticket
         if ticket is None:
@@ -126,13 +128,14 @@ def streams(call: Call) -> bool:
     return call.kind is not CallKind.CONTEXT_ONLY and call.max_tokens > 1
 
 
-def retention(trt: Any, token_range: Any, priority: int) -> Any:
-    """The same rank for all blocks of a request, for good."""
-    whole = token_range(token_start=0, token_end=None, priority=priority, duration_ms=None)
+def retention(trt: Any, token_range: Any, priority: int, priority_s: float | None) -> Any:
+    """The same rank for all blocks of a request, for `priority_s` after their last use; None: for good."""
+    duration = None if priority_s is None else timedelta(seconds=priority_s)
+    whole = token_range(token_start=0, token_end=None, priority=priority, duration_ms=duration)
     return trt.KvCacheRetentionConfig(
         token_range_retention_configs=[whole],
         decode_retention_priority=priority,
-        decode_duration_ms=None,
+        decode_duration_ms=duration,
     )
 
 

@@ -253,7 +253,7 @@ class TorchDriver:
     def _arguments(self, call: Call) -> dict[str, Any]:
         options: dict[str, Any] = {}
         if call.priority is not None:
-            kept = retention(self._trt, token_range_of(self._trt), call.priority)
+            kept = retention(self._trt, token_range_of(self._trt), call.priority, call.priority_s)
             options["kv_cache_retention_config"] = kept
         if call.kind is not CallKind.GENERATE:
             options["disaggregated_params"] = self._handover(call)

@@ -233,6 +233,9 @@ class Core:
 
     def _let_in(self, live: Live, shared: Sequence[Block]) -> None:
         live.table = self.pool.hold(shared)
+        for index, block in enumerate(shared):
+            asked = live.request.asked_priority(index * self.pool.block_tokens)
+            block.priority = block.priority if asked is None else asked
         live.reused_blocks = len(shared)
         live.position = len(shared) * self.pool.block_tokens
         self.pool.reused += len(shared)

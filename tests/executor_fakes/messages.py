@@ -69,13 +69,18 @@ class FakeRequest:
     with_prompt: bool = False
 
     def priority_of(self, token: int) -> int:
-        """Of the block that begins with this token."""
+        """Of the block that begins with this token, where it is new."""
         if token >= len(self.token_ids):
             return self.decode_priority
+        asked = self.asked_priority(token)
+        return DEFAULT_PRIORITY if asked is None else asked
+
+    def asked_priority(self, token: int) -> int | None:
+        """What the request asks for by name: that a block taken from the cache gets too."""
         for part in self.retention:
             if part.start <= token and (part.end is None or token < part.end):
                 return part.priority
-        return DEFAULT_PRIORITY
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,10 @@ class FakePool:
         while self.idle:
             self._evict_one()
 
+    def priorities(self, hashes: Sequence[int]) -> list[int]:
+        """Of the leading blocks of `hashes` that are cached."""
+        return [block.priority for block in self.match(hashes)]
+
     def take_events(self) -> list[dict[str, Any]]:
         events, self._events = self._events, []
         return events

@@ -16,12 +16,14 @@ from engines.executor.types import (
     CancelMode,
     Ending,
     ExecutorRole,
+    ExecutorSettings,
     Facts,
     Incident,
     Iteration,
     Unread,
 )
 from engines.types import BlocksStored, FinishReason, ItemResult, Pass, PassItem, PassKind, Ran
+from tests.executor_fakes.pool import block_hashes
 from tests.executor_fakes.vices import Vices
 
 
@@ -56,7 +58,7 @@ def test_a_pass_is_one_enqueue_of_parts_and_real_calls() -> None:
     assert real.priority is None
     made.prefill(("long", 26, 24))
     ((whole,),) = made.link.enqueued[1:]
-    assert (len(whole.token_ids), whole.max_tokens, whole.priority) == (50, 3, None)
+    assert (len(whole.token_ids), whole.max_tokens, whole.priority) == (50, 3, 35)
 
 
 def test_who_brings_most_from_the_cache_goes_last_so_that_the_pass_is_not_split() -> None:
@@ -85,6 +87,36 @@ def test_a_session_is_kept_longer_than_others_and_shorter_than_a_part() -> None:
     made.prefill(("session", 16, 0))
     made.prefill(("session", 4, 16))
     assert [call.priority for calls in made.link.enqueued for call in calls] == [100, 80]
+
+
+@pytest.mark.parametrize(("retain", "rank"), [(False, 35), (True, 80)])
+def test_blocks_of_parts_lose_their_rank_with_the_real_call(retain: bool, rank: int) -> None:
+    """A rank is kept by whoever takes a block without asking for another: documents that were computed in
+    parts would stay above sessions for good."""
+    made = rig()
+    request = asked("document", 50, 2, retain=retain)
+    made.engine.submit(request)
+    made.prefill(("document", 24, 0))
+    hashes = block_hashes(request.token_ids, BLOCK)
+    assert made.executor.pool.priorities(hashes) == [100] * 3
+    made.prefill(("document", 26, 24))
+    made.decode_to_the_end("document")
+    assert made.executor.pool.priorities(hashes) == [rank] * 6
+    made.engine.submit(asked("other", 50, 1))
+    made.prefill(("other", 50, 0))
+    assert made.link.enqueued[-1][0].priority is None  # it takes them as they are
+    assert made.executor.pool.priorities(hashes) == [rank] * 6
+
+
+def test_a_part_is_ranked_for_a_time_as_its_request_may_be_given_up() -> None:
+    made = rig()
+    made.engine.submit(asked("document", 50, 1))
+    made.prefill(("document", 24, 0))
+    made.prefill(("document", 26, 24))
+    part, real = (call for calls in made.link.enqueued for call in calls)
+    assert part.priority_s is not None
+    assert part.priority_s >= ExecutorSettings().pass_timeout_s
+    assert real.priority_s is None
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

@@ -5,8 +5,11 @@ The fakes take exactly the recorded parameters, so a keyword that a stratum lack
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from executor_fakes.vices import Vices
 from fake_trtllm import BLOCK, Open, answers, both, call, hear, strata, tokens
 
@@ -19,6 +22,7 @@ from engines.executor.types import (
     Iteration,
 )
 from engines.trtllm_child.config import Driver
+from engines.trtllm_child.executor_driver import retention
 from engines.types import Sampling
 
 
@@ -29,7 +33,7 @@ def test_a_pass_is_answered_to_its_end(open_driver: Open, stratum: str, driver: 
     open_ = open_driver(stratum, driver)
     calls = [
         call("greedy", end_id=96),
-        call("ranked", 70, 1, priority=80),
+        call("ranked", 70, 1, priority=80, priority_s=30.0),
         call("warm", 40, 3, sampling=Sampling(temperature=0.7, top_p=0.9, top_k=40, seed=-3)),
     ]
     assert not open_.enqueue(calls)
@@ -41,6 +45,19 @@ def test_a_pass_is_answered_to_its_end(open_driver: Open, stratum: str, driver: 
     ran = [report for report in heard if isinstance(report, Iteration)]
     assert sum(iteration.context_requests for iteration in ran) == 3
     assert all(iteration.kv_blocks_total == 128 for iteration in ran)
+
+
+@pytest.mark.parametrize(
+    ("priority_s", "lasts"),
+    [(None, None), (0.25, timedelta(milliseconds=250)), (120.0, timedelta(minutes=2))],
+)
+def test_a_rank_lasts_as_long_as_it_is_told_to(priority_s: float | None, lasts: timedelta | None) -> None:
+    made = retention(
+        SimpleNamespace(KvCacheRetentionConfig=SimpleNamespace), SimpleNamespace, 100, priority_s
+    )
+    (whole,) = made.token_range_retention_configs
+    assert (whole.token_start, whole.token_end, whole.priority, whole.duration_ms) == (0, None, 100, lasts)
+    assert (made.decode_retention_priority, made.decode_duration_ms) == (100, lasts)
 
 
 @both

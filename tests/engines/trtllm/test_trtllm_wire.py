@@ -48,6 +48,7 @@ CALLS = st.builds(
     sampling=st.builds(Sampling, FINITE, FINITE, st.integers(0), st.integers(), st.booleans()),
     end_id=st.none() | st.integers(),
     priority=st.none() | st.integers(0, 100),
+    priority_s=st.none() | st.floats(0.0, 1e6),
     ticket=st.none() | TICKETS,
 )
 CONFIGS = st.builds(

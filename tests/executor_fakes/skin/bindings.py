@@ -104,6 +104,12 @@ def engine_sizes(model_path: Path) -> tuple[int, int, int, int]:
 def retention_of(config: Any) -> tuple[tuple[Retention, ...], int]:
     if config is None:
         return (), DEFAULT_PRIORITY
+    for lasts in (
+        config.decode_duration_ms,
+        *(part.duration_ms for part in config.token_range_retention_configs),
+    ):
+        if not isinstance(lasts, timedelta | None):
+            raise TypeError(f"a duration is a timedelta or None, not {lasts!r}")
     ranges = tuple(
         Retention(part.token_start, part.token_end, part.priority)
         for part in config.token_range_retention_configs
