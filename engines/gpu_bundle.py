@@ -15,7 +15,6 @@ beside them, unless `full`; one without a digest, or newer than it, is hashed.
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from engines.bundle_base import (
 )
 from engines.executor.types import BackendUnavailable
 from engines.gpu_consistency import check_consistency, check_engine_files
-from engines.gpu_host import Gpu, GpuHost
+from engines.gpu_host import Gpu, GpuHost, release
 from engines.gpu_manifest import (
     DIGEST_BYTES,
     DIGEST_SUFFIX,
@@ -45,8 +44,6 @@ from engines.gpu_manifest import (
 )
 from engines.trtllm_child.config import Driver
 from engines.trtllm_child.guard import check_version
-
-_REPACKAGED = re.compile(r"\.post\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +193,7 @@ def _check_line(path: Path, manifest: GpuManifest) -> None:
 def _check_versions(path: Path, manifest: GpuManifest, here: GpuHost) -> None:
     for name in ("tensorrt_llm", "tensorrt"):
         built, found = getattr(manifest.backend, name), getattr(here, name)
-        if built is not None and _release(built) != _release(found):
+        if built is not None and release(built) != release(found):
             why = f" ({here.no_versions})" if here.no_versions else ""
             remedy = (
                 f"name the interpreter of the environment that has {name}=={built}, or {REMEDY} with this one"
@@ -261,11 +258,6 @@ def _driver_warning(manifest: GpuManifest, here: GpuHost) -> tuple[BundleWarning
         return ()
     meaning = "another branch: verify the bundle again before it serves"
     return (BundleWarning("gpu.driver", built, ", ".join(others), meaning),)
-
-
-def _release(version: str | None) -> str | None:
-    """Without the number of a repackaging: the wheel of TensorRT 10.13.3.9 may be 10.13.3.9.post1."""
-    return version if version is None else _REPACKAGED.sub("", version)
 
 
 def _branch(driver: str) -> str:

@@ -11,6 +11,7 @@ eight. As in CUDA the list ends at the first entry that names no device.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from engines.trtllm_child.guard import installed
 
 _QUERY = ("index", "uuid", "name", "compute_cap", "memory.total", "driver_version")
 _MIB = 2**20
+_REPACKAGED = re.compile(r"\.post\d+$")
 _TIMEOUT_S = 60.0  # a first call of nvidia-smi without persistence mode takes seconds for each GPU
 
 
@@ -59,6 +61,12 @@ class GpuHost:
         except BackendUnavailable as error:
             return cls(gpus, None, None, python, no_gpus, str(error))
         return cls(gpus, there.tensorrt_llm, there.tensorrt, python, no_gpus)
+
+
+def release(version: str | None) -> str | None:
+    """Without the number of a repackaging: the wheel of TensorRT 10.13.3.9 may be 10.13.3.9.post1, while the
+    library in it still says 10.13.3.9."""
+    return version if version is None else _REPACKAGED.sub("", version)
 
 
 def _gpus(smi: str, visible: str | None) -> tuple[tuple[Gpu, ...], str]:

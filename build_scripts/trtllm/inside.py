@@ -33,6 +33,7 @@ PROGRESS = "@progress"
 PYTHON_MIN = (3, 11)
 _NEVER_KEPT = ("dry_run", "visualize_network")  # of BuildConfig: not written to an engine's config.json
 _PATHS = ("input_timing_cache", "output_timing_cache")  # of BuildConfig: differ by machine, mean nothing
+_DERIVED = ("paged_kv_cache", "paged_state")  # of PluginConfig: set by kv_cache_type and the model's kind
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model", "LICENSE*", "README.md")
 _PIN = "use the environment of the exact version that the project is made for (see `plaserve build --help`)"
 
@@ -226,6 +227,7 @@ def _build(request: dict[str, Any]) -> dict[str, Any]:
     tell(0.9, "writing the engine")
     engine.save(**recipe["save"])
     directory = Path(recipe["save"]["engine_dir"])
+    _leave_out_paths(directory / "config.json")
     return {"changed": _changed(directory, recipe), "plan_bytes": plan_bytes(directory)}
 
 
@@ -235,6 +237,15 @@ def plan_bytes(directory: Path) -> int:
     if not plans:
         raise StepError(f"no rank*.engine in {directory}", "build it again")
     return sum(path.stat().st_size for path in plans)
+
+
+def _leave_out_paths(config: Path) -> None:
+    """An engine's config.json names the files of its timings, whole. It goes into the bundle, and its digest
+    into the bundle's id: neither may tell, or depend on, where it was built."""
+    data = json.loads(config.read_text(encoding="utf-8"))
+    kept = {"input_timing_cache": None, "output_timing_cache": "model.cache"}
+    data["build_config"] |= {name: kept[name] for name in _PATHS if name in data["build_config"]}
+    _write(config, data)
 
 
 def _changed(directory: Path, recipe: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -250,7 +261,8 @@ def _changed(directory: Path, recipe: Mapping[str, Any]) -> dict[str, list[Any]]
     pairs += [
         (f"plugin_config.{name}", value, plugins[name])
         for name, value in recipe["plugin_config"].items()
-        if name in plugins and value != "auto"  # it is written as the type that it stood for
+        # auto: it is written as the type that it stood for
+        if name in plugins and name not in _DERIVED and value != "auto"
     ]
     return {name: [value, found] for name, value, found in pairs if not _same(value, found)}
 

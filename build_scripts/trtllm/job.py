@@ -32,6 +32,7 @@ ENVIRONMENT = "environment.json"
 VERIFIED = "verify.json"
 _TIME_FACTOR = 8.0  # a step may take so many times its estimate, which is a guess,
 _TIME_MIN_S = 1_800.0  # and at least this long
+_DOWNLOAD_S = 86_400.0  # a slow network is no fault
 _SMALLER_PLANS = ", gemm plugin (its plans hold one copy of the weights) or FP8"
 _PASS_TIMEOUT_S = 120.0  # the first pass of an engine makes its contexts
 
@@ -109,7 +110,7 @@ class Job:
             request,
             scratch=self.store.root / "scratch",
             log=self.log(step if what == step else f"{step}-{what}"),
-            timeout_s=max(_TIME_MIN_S, _TIME_FACTOR * estimate_s),
+            timeout_s=max(_DOWNLOAD_S if what == "fetch" else _TIME_MIN_S, _TIME_FACTOR * estimate_s),
             update=self.update,
         )
 

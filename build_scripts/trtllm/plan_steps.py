@@ -120,7 +120,9 @@ class Steps:
 
     def step(self, name: str, inputs: Mapping[str, object], **fields: Any) -> TrtLlmStep:
         after: tuple[str, ...] = fields["after"]
-        body = {**inputs, "code": self.code_key, "after": [self.keys[other] for other in after]}
+        # What was fetched is known by its hashes, whatever code fetched it: it is not fetched again.
+        code = {} if name == "fetch" else {"code": self.code_key}
+        body = {**inputs, **code, "after": [self.keys[other] for other in after]}
         text = json.dumps([name, VERSIONS[name], body], sort_keys=True)
         self.keys[name] = hashlib.sha256(text.encode()).hexdigest()
         return TrtLlmStep(name=name, key=self.keys[name], **fields)
@@ -244,7 +246,7 @@ class Steps:
         return (
             self.step(
                 "verify",
-                {**self.machine, "memory_share": spec.memory_share},
+                {**self.machine, "memory_share": spec.memory_share, "memory": spec.gpu_memory_bytes},
                 does="load it, read its profiles back, run one request a class, record sizes",
                 after=engines,
                 outputs=("verify.json",),

@@ -235,6 +235,11 @@ def list_bundles(store: str, *, options: dict[str, Any] | None = None) -> tuple[
     )
 
 
+def check_store(url: str) -> None:
+    """Whether a client for this URL is installed; asks nothing of the store. Raises BuildError."""
+    _file_system(url, None)
+
+
 def _file_system(url: str, options: dict[str, Any] | None) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs

@@ -29,8 +29,8 @@ from build_scripts.trtllm.job import VERIFIED, Job, Tools, write_json
 from build_scripts.trtllm.launch import run_inside
 from build_scripts.trtllm.plan import TrtLlmPlan, make_plan
 from build_scripts.trtllm.plan_steps import Target
-from build_scripts.trtllm.publish import publish
-from build_scripts.trtllm.spec import TrtLlmSpec
+from build_scripts.trtllm.publish import check_store, publish
+from build_scripts.trtllm.spec import Quantisation, TrtLlmSpec
 from engines.base import EngineError, PassError
 from engines.bundle_base import MANIFEST, BundleMismatch
 from engines.executor.types import BackendUnavailable, LinkLost
@@ -42,6 +42,8 @@ from engines.trtllm_child.guard import PINNED, check_version
 TRITON = "triton"  # in the spec's `out`: a model repository for a Triton server on this machine
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION_TIMEOUT_S = 120.0
+_WORDS_OF_MODELS = ("mpt", "vila", "llava-onevision-qwen2")
+_WORDS_OF_TEXTS = ("scienceqa", "science_qa", "cnn_dailymail")
 _REFUSALS = (CheckpointError, BackendUnavailable, LinkLost, EngineError, PassError)
 
 Action = Callable[[Path], str]  # writes a step's outputs into the folder; returns what to show
@@ -70,17 +72,37 @@ def build(
         gpu = find_gpu(spec, host)
         spec = replace(spec, gpu_memory_bytes=min(spec.gpu_memory_bytes, gpu.memory_bytes))
         target = find_target(spec, host, gpu)
+        _check_places(spec)
         make_plan(spec, target)  # refuses what does not fit before anything is read or downloaded
         if spec.checkpoint is not None:
             steps.check_source(spec, spec.checkpoint)
         store = Store(spec.work_dir.resolve(), quick=True)
-        with store.lock():
+        with Store(store.root.parent / f"gpu-{gpu.uuid}").lock(), store.lock():
             source = _source(spec, store, force)
             plan = _plan(spec, target, source)
             job = Job(plan, store, host, gpu, source.commit, source.hashes, tools, progress.update)
             return _carry_out(job, progress, force)
     except _REFUSALS as error:
         raise BuildError(str(error)) from error
+
+
+def _check_places(spec: TrtLlmSpec) -> None:
+    """Raises BuildError for a store that nothing here can write to, and for folders that quantising misreads:
+    TensorRT-LLM's `quantize_by_modelopt` looks for names of models and data sets anywhere in a path."""
+    if "://" in spec.out:
+        check_store(spec.out)
+    if spec.quantisation is not Quantisation.FP8:
+        return
+    work = spec.work_dir.resolve()
+    source = work / "fetch" if spec.checkpoint is None else spec.checkpoint.resolve()
+    found = [(word, source) for word in _WORDS_OF_MODELS if word in str(source)]
+    if spec.calibration_text is not None:
+        found += [(word, work) for word in _WORDS_OF_TEXTS if word in str(work).lower()]
+    for word, place in found:
+        raise BuildError(
+            f"{place}: TensorRT-LLM takes a path with {word!r} in it for another model or data set when it "
+            "quantises; use a folder of another name"
+        )
 
 
 def find_gpu(spec: TrtLlmSpec, host: GpuHost) -> Gpu:
@@ -90,13 +112,20 @@ def find_gpu(spec: TrtLlmSpec, host: GpuHost) -> Gpu:
             f"no GPU to build on: {host.no_gpus}; run this on a machine with the GPU {spec.gpu}, or see what "
             "it would do with --dry-run"
         )
-    gpu = host.gpus[0]
-    if spec.gpu.lower() not in gpu.name.lower():
+    for gpu in host.gpus:
+        # As a word: a GH200 is no H200.
+        if not re.search(rf"\b{re.escape(spec.gpu)}\b", gpu.name, re.IGNORECASE):
+            raise BuildError(
+                f"the GPU here is {gpu.name}, the build is for {spec.gpu}: kernels are timed on the device, "
+                f"so build on the GPU {spec.gpu}, or give --gpu for this one; CUDA_VISIBLE_DEVICES leaves "
+                "others out"
+            )
+    if len(names := sorted({gpu.name for gpu in host.gpus})) > 1:
         raise BuildError(
-            f"the GPU here is {gpu.name}, the build is for {spec.gpu}: kernels are timed on the device, so "
-            f"build on the GPU {spec.gpu}, or give --gpu for this one"
+            f"the GPUs here are {' and '.join(names)}: a bundle is for one kind; leave only those in "
+            "CUDA_VISIBLE_DEVICES that it is for"
         )
-    return gpu
+    return host.gpus[0]
 
 
 def find_target(spec: TrtLlmSpec, host: GpuHost, gpu: Gpu) -> Target:
@@ -180,6 +209,7 @@ def _plan(spec: TrtLlmSpec, target: Target, source: _Source) -> TrtLlmPlan:
 
 def _carry_out(job: Job, progress: Progress, force: bool) -> Path:
     actions, store = _actions(job), job.store
+    _check_space(job, force)
     for step in job.plan.steps[:-1]:
         again = (force and step.name != "fetch") or (step.name == "verify" and _other_driver(job))
         if store.done(step.name, step.key, step.after) and not again:
@@ -188,7 +218,28 @@ def _carry_out(job: Job, progress: Progress, force: bool) -> Path:
         progress.begin(step.name, step.does)
         progress.end(actions[step.name](store.begin(step.name)))
         store.commit(step.name, step.key, step.after)
+    _check_unchanged(job)
     return _publish(job, progress)
+
+
+def _check_unchanged(job: Job) -> None:
+    """Raises BuildError where a local checkpoint is not what it was when the build began: some steps read the
+    old files, some the new. The next build has another key and begins anew."""
+    folder = job.spec.checkpoint
+    if folder is not None and _checkpoint_hashes(folder.resolve(), job.store) != job.checkpoint_hashes:
+        raise BuildError(f"{folder} was changed while it was built; let it be, and run the build again")
+
+
+def _check_space(job: Job, force: bool) -> None:
+    """Raises BuildError where what is not done yet needs more than the disk has, at the least."""
+    store = job.store
+    missing = [s for s in job.plan.steps[:-1] if force or not store.done(s.name, s.key, s.after)]
+    needed, free = sum(step.size_bytes for step in missing), shutil.disk_usage(store.root).free
+    if needed > free:
+        raise BuildError(
+            f"{store.root}: {free / 1e9:.1f} GB are free, {', '.join(step.name for step in missing)} write "
+            f"{needed / 1e9:.1f} GB at the least; free some, or give --out on another disk"
+        )
 
 
 def _other_driver(job: Job) -> bool:
@@ -208,14 +259,16 @@ def _publish(job: Job, progress: Progress) -> Path:
     wanted = json.loads((store.folder("manifest") / MANIFEST).read_text(encoding="utf-8"))["bundle_id"]
     here = _published(target, job.host) == wanted
     if here and not remote:
+        # A kill may have come between the bundle and these.
+        assemble.triton_models(job, target, Path(spec.out) / TRITON, wanted)
         progress.skip("publish")
         return target
     progress.begin("publish", job.plan.step("publish").does)
     if not here:
         fresh, old = store.root / "publish.new", store.root / "publish.old"
         shutil.rmtree(old, ignore_errors=True)
-        swap_in(assemble.put_together(job, fresh), target, old)
-        open_gpu_bundle(target, host=job.host)
+        open_gpu_bundle(assemble.put_together(job, fresh), host=job.host)  # before the old one goes
+        swap_in(fresh, target, old)
     where = f"{target} ({wanted[:12]})"
     if not remote and assemble.triton_models(job, target, Path(spec.out) / TRITON, wanted):
         where += f", Triton models in {Path(spec.out) / TRITON}"

@@ -148,6 +148,8 @@ class TrtLlmSpec:
             values = getattr(self, name)
             if not values or list(values) != sorted(set(values)) or values[0] < 1:
                 raise BuildError(f"{name} must be ascending whole numbers above 0, got {values}")
+        if self.requests_max < 1:
+            raise BuildError(f"requests_max must be at least 1, got {self.requests_max}")
         if not 1 <= self.requests_opt <= self.requests_max:
             raise BuildError(f"requests_opt must be 1 to requests_max ({self.requests_max})")
         if self.context_tokens_max < max(self.lengths):
@@ -264,6 +266,11 @@ def trtllm_spec(
     """
     kind = _choice(Backend, "backend", backend)
     repo, shape = _repository(model, kind)
+    if publish is not None and "://" not in publish:
+        raise BuildError(
+            f"publish {publish!r} must be a URL, such as s3://bucket/path or file:///path; for a directory "
+            "give --out"
+        )
     if gpu not in GPUS:
         raise BuildError(f"gpu {gpu!r} is not known; use {', '.join(GPUS)}")
     spec = TrtLlmSpec(

@@ -23,6 +23,7 @@ from build_scripts.trtllm.recipe import fill
 from build_scripts.trtllm.spec import EngineName, TrtLlmSpec
 from build_scripts.trtllm.text import read_text
 from engines.bundle_base import CALIBRATION, Cost
+from engines.gpu_host import release
 from engines.gpu_manifest import TIMING_CACHE
 
 # Fields of a saved engine that must be as asked: the scheduler, the profiles or block reuse rest on them.
@@ -45,10 +46,9 @@ def check_source(spec: TrtLlmSpec, folder: Path) -> None:
 
 def fetch(job: Job, out: Path) -> str:
     spec = job.spec
+    _versions(job, "fetch")  # an environment that can't be loaded is told of before the download
     if spec.checkpoint is None:
-        job.inside("fetch", "fetch", {"repo": spec.repo, "revision": job.commit, "out": str(out)})
-        check_source(spec, out)
-        folder, digests = out, hashes(out)
+        folder, digests = out, _download(job, out)
     else:
         folder, digests = job.checkpoint, dict(job.checkpoint_hashes)
     files: list[dict[str, Any]] = [
@@ -66,15 +66,37 @@ def fetch(job: Job, out: Path) -> str:
     return f"{size / 1e9:.1f} GB in {len(files)} files, the shape of {spec.shape.name}"
 
 
+def _download(job: Job, out: Path) -> dict[str, str]:
+    """The checkpoint of the hub into the empty folder `out`; its hashes. Until it is whole it lies beside the
+    steps, by commit, so that a download that was interrupted goes on."""
+    assert job.commit is not None
+    place = job.store.root / "download" / job.commit
+    for other in place.parent.glob("*"):
+        if other != place:
+            shutil.rmtree(other)
+    job.inside("fetch", "fetch", {"repo": job.spec.repo, "revision": job.commit, "out": str(place)})
+    check_source(job.spec, place)
+    digests = hashes(place)
+    place.replace(out)
+    return digests
+
+
+def _versions(job: Job, step: str) -> dict[str, Any]:
+    """What the environment really imports; it must be what its package metadata says. Raises BuildError."""
+    versions = job.inside(step, "versions", {})
+    for name in ("tensorrt_llm", "tensorrt"):
+        wanted = getattr(job.plan.target, name)
+        if wanted and release(versions[name]) != release(wanted):
+            raise BuildError(
+                f"{job.spec.python} imports {name} {versions[name]}, its package metadata says {wanted}: "
+                "repair that environment"
+            )
+    return versions
+
+
 def convert(job: Job, out: Path) -> str:
     spec = job.spec
-    versions = job.inside("convert", "versions", {})
-    for name in ("tensorrt_llm", "tensorrt"):
-        if versions[name] != getattr(job.plan.target, name):
-            raise BuildError(
-                f"{spec.python} imports {name} {versions[name]}, its package metadata says "
-                f"{getattr(job.plan.target, name)}: repair that environment"
-            )
+    versions = _versions(job, "convert")
     texts = None
     if spec.calibration_text is not None:
         texts = job.store.root / "scratch" / "calibration_set"

@@ -32,10 +32,12 @@ import json, sys
 from importlib import metadata
 found = {"python": "%d.%d.%d" % sys.version_info[:3]}
 for name in ("tensorrt_llm", "tensorrt", "torch"):
-    try:
-        found[name] = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        found[name] = None
+    found[name] = None
+    for wheel in (name, "tensorrt_cu13", "tensorrt_cu12") if name == "tensorrt" else (name,):
+        try:
+            found[name] = found[name] or metadata.version(wheel)
+        except metadata.PackageNotFoundError:
+            pass
 print(json.dumps(found))
 """
 

@@ -208,7 +208,7 @@ def test_an_interrupt_ends_the_step(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         _run(tmp_path, python, update=interrupt)
-    assert not _alive(int(heard[0].split()[1]))
+    _wait_for_end(int(heard[0].split()[1]))
 
 
 def test_a_build_that_is_killed_leaves_no_step_behind(tmp_path: Path) -> None:

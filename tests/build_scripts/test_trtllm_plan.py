@@ -63,7 +63,7 @@ PLAN = make_plan(spec())
         (make_plan(spec(revision="v2")), from_step("fetch")),
         (make_plan(spec(), checkpoint_key="a commit"), from_step("fetch")),
         (make_plan(spec(checkpoint=Path("here"))), from_step("fetch")),
-        (make_plan(spec(), code_key="other code"), from_step("fetch")),
+        (make_plan(spec(), code_key="other code"), from_step("convert")),
         (make_plan(spec(dtype="float16")), from_step("convert")),
         (make_plan(spec(), replace(TARGET, tensorrt_llm="1.2.0")), from_step("convert")),
         (make_plan(spec(), replace(TARGET, tensorrt="10.13.3.9")), from_step("convert")),
@@ -73,6 +73,7 @@ PLAN = make_plan(spec())
         (make_plan(spec(context_tokens_max=16_384)), from_step("build-sp-plugin")),
         (make_plan(replace(spec(), block_tokens=64)), from_step("build-sp-plugin")),
         (make_plan(replace(spec(), memory_share=0.8)), from_step("verify")),
+        (make_plan(replace(spec(), gpu_memory_bytes=120_000_000_000)), from_step("verify")),
         (make_plan(replace(spec(), calibration_s=10.0)), {"calibrate"}),
     ],
 )
