@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +21,7 @@ from engines.triton_messages import CallReader, request_of, values_of
 from engines.triton_options import TritonOptions
 from engines.triton_session import Session, open_client
 
+_STOPPING = "the service is stopping"
 _GRACE_S = 1.0  # for the loop to do what a deadline of ours already bounds
 
 
@@ -68,6 +70,8 @@ class TritonLink:
         self._options = options
         self._reports = _Reports(options.reports_max)
         self._session: Session | None = None
+        self._interrupted = threading.Event()
+        self._waited_for: Future[Any] | None = None  # by the caller's thread, of the loop
 
     def start(self) -> Facts:
         """Connect anew. Calls of before are forgotten; the server ends them: their streams are cancelled."""
@@ -82,8 +86,19 @@ class TritonLink:
             self._end_session()
         self._reports = _Reports(self._options.reports_max)
         limit_s = self._options.start_timeout_s + 2 * self._options.rpc_timeout_s + _GRACE_S
-        facts: Facts = self._in_loop(self._open(self._reports), limit_s)
-        return facts
+        if self._interrupted.is_set():
+            raise LinkLost(_STOPPING)
+        future = asyncio.run_coroutine_threadsafe(self._open(self._reports), process_loop())
+        self._waited_for = future
+        if self._interrupted.is_set():  # it came between
+            future.cancel()
+        try:
+            facts: Facts = self._result(future, limit_s)
+            return facts
+        except CancelledError:
+            raise LinkLost(_STOPPING) from None
+        finally:
+            self._waited_for = None
 
     def enqueue(self, calls: Sequence[Call]) -> None:
         """Raises ValueError, before anything is sent, for a call that can't be said."""
@@ -102,6 +117,13 @@ class TritonLink:
     def close(self) -> None:
         with suppress(LinkLost):  # it hangs; it is let go all the same
             self._end_session()
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+        self._reports.lose(_STOPPING)
+        waited_for = self._waited_for
+        if waited_for is not None:
+            waited_for.cancel()
 
     def _made(self, call: Call) -> tuple[CallReader, dict[str, Any]]:
         options = self._options
@@ -133,7 +155,9 @@ class TritonLink:
         process_loop().call_soon_threadsafe(act, session)
 
     def _in_loop(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, process_loop())
+        return self._result(asyncio.run_coroutine_threadsafe(work, process_loop()), limit_s)
+
+    def _result(self, future: Future[Any], limit_s: float) -> Any:
         try:
             return future.result(limit_s)
         except TimeoutError:

@@ -7,6 +7,7 @@ new socket; nothing of the old one is left. `engines.trtllm_process` is one life
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from pathlib import Path
 from engines.executor.types import BackendUnavailable, Call, Facts, LinkLost, Report, Unread
 from engines.trtllm_child.config import ChildConfig
 from engines.trtllm_child.wire import Cancel, Configure, Enqueue, Failed, Message, Reports, Started
-from engines.trtllm_process import Child, ChildSettings
+from engines.trtllm_process import INTERRUPTED, Child, ChildSettings
 
 _LOST_GRACE_S = 0.5  # a child that is given up: to say how it ended, and to obey SIGTERM
 
@@ -29,6 +30,7 @@ class ChildLink:
         self._settings = settings or ChildSettings()
         self._child: Child | None = None
         self._lost = "it was never started"
+        self._interrupted = threading.Event()
 
     @property
     def pid(self) -> int | None:
@@ -37,8 +39,12 @@ class ChildLink:
 
     def start(self) -> Facts:
         self.close()
+        if self._interrupted.is_set():
+            raise LinkLost(INTERRUPTED)
         deadline = time.monotonic() + self._settings.start_timeout_s
         child = self._child = Child(self._python, self._config.device, self._settings)
+        if self._interrupted.is_set():  # it came between
+            child.interrupt()
         try:
             child.connect(deadline)
             child.send(Configure(_absolute(self._config)))
@@ -89,6 +95,12 @@ class ChildLink:
             self._lost = "it was closed"
             grace_s = self._settings.close_grace_s
             self._end(grace_s if asked else 0.0, grace_s)
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+        child = self._child
+        if child is not None:
+            child.interrupt()
 
     def _send(self, message: Message) -> None:
         try:

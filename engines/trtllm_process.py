@@ -47,6 +47,7 @@ _POLL_S = 0.1
 _HELLO_S = 5.0  # for a process that called to say who it is
 _MESSAGES_MAX = 4_096  # heard and not yet taken; beyond it the child waits
 _SOCKET_PATH_MAX = 100  # bytes; the kernel takes 107
+INTERRUPTED = "the service is stopping"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class Child:
         self._heard: queue.Queue[Message | LinkLost] = queue.Queue(_MESSAGES_MAX)
         self._stop = threading.Event()
         self._ready = threading.Event()
+        self._interrupted = threading.Event()
         self._failure = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -123,6 +125,8 @@ class Child:
                 taken, _ = self._listener.accept()
                 break
             except TimeoutError:
+                if self._interrupted.is_set():
+                    raise LinkLost(INTERRUPTED) from None
                 if self._has_ended():
                     raise LinkLost("it ended before it was up") from None
                 if time.monotonic() >= deadline:
@@ -162,6 +166,12 @@ class Child:
             self._end_of_messages = heard
             raise heard
         return heard
+
+    def interrupt(self) -> None:
+        """From any thread: who waits in `connect` or `hear` is told."""
+        self._interrupted.set()
+        with contextlib.suppress(queue.Full):  # then nobody waits
+            self._heard.put_nowait(LinkLost(INTERRUPTED))
 
     def _read(self) -> None:
         assert self._connection is not None

@@ -123,6 +123,10 @@ async def serve(
         # The pump closes first: what it cuts off is told so while its call is still open.
         stack.push_async_callback(server.stop, STOP_GRACE_S)
         stack.push_async_callback(pump.close)
+        # Before that: an engine that waits for its executor, or starts it again, is not waited for.
+        interrupt = getattr(loaded.engine, "interrupt", None)
+        if interrupt is not None:
+            stack.callback(interrupt)
         await pump.start()
         telemetry.bind(pump.snapshot)
         await server.start()

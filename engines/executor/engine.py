@@ -158,6 +158,11 @@ class ExecutorEngine:
     def kv_events(self) -> tuple[KvEvent, ...]:
         return self._ledger.take_events()
 
+    def interrupt(self, why: str = "the service is stopping") -> None:
+        """From any thread: a pass that runs, or a restart in it, ends soon with EngineError. Then only
+        `close` is of use."""
+        self._supervisor.interrupt(why)
+
     def close(self) -> None:
         self._forget_all()
         self._supervisor.close("the engine is closed")

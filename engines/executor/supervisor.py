@@ -2,6 +2,9 @@
 
 Some things must not fail when the executor is gone: a request is cancelled, a hand-over adopted. What they
 meet is kept, and raised by the next call that may fail.
+
+A start may take minutes. Who wants the service to end need not wait for it: `interrupt` comes from another
+thread, and from then on nothing is started any more.
 """
 
 from __future__ import annotations
@@ -33,12 +36,19 @@ class Supervisor:
         self._budget = RestartBudget(settings)
         self.lost: LinkLost | None = None
         self.gone: str | None = "the engine is not started"
+        self._stopping: str | None = None
 
     def start(self) -> Facts:
         """Raises LinkLost, BackendUnavailable."""
         facts = self._link.start()
-        self.lost = self.gone = None
+        self.lost = None
+        self.gone = self._stopping
         return facts
+
+    def interrupt(self, why: str) -> None:
+        """From any thread. What waits for the executor raises LinkLost soon."""
+        self._stopping = self.gone = why
+        self._link.interrupt()
 
     def enqueue(self, calls: Sequence[Call]) -> None:
         """Raises LinkLost."""
@@ -62,7 +72,7 @@ class Supervisor:
 
     def restart(self, why: str, now_s: float) -> Facts:
         """Raises EngineError when it does not come up within what is allowed, or never can."""
-        while self._budget.take(now_s):
+        while self._stopping is None and self._budget.take(now_s):
             try:
                 facts = self.start()
             except LinkLost as lost:
@@ -74,7 +84,8 @@ class Supervisor:
             else:
                 self._note(Incident.RESTARTED, "the executor is up again")
                 return facts
-        self.gone = f"the executor is lost and was restarted too often, or can't be: {why}"
+        lost_for_good = f"the executor is lost and was restarted too often, or can't be: {why}"
+        self.gone = self._stopping or lost_for_good
         raise EngineError(self.gone)
 
     def close(self, why: str) -> None:

@@ -194,7 +194,8 @@ class LinkLost(Exception):  # noqa: N818 - what happened
 
 
 class ExecutorLink(Protocol):
-    """A way to one executor. Called from one thread; nothing blocks longer than it is told to."""
+    """A way to one executor. Called from one thread but for `interrupt`; nothing blocks longer than it is
+    told to."""
 
     def start(self) -> Facts:
         """Bring the executor up, or up again after `LinkLost`; what it held before is gone.
@@ -213,6 +214,9 @@ class ExecutorLink(Protocol):
 
     def close(self) -> None:
         """End the executor, by force if it does not end by itself. Safe to call twice."""
+
+    def interrupt(self) -> None:
+        """From any thread, for good: `start` and `receive` raise LinkLost soon, also those that wait now."""
 
 
 class BackendUnavailable(Exception):  # noqa: N818 - what happened

@@ -84,12 +84,15 @@ class InProcessLink:
         self._call_ids: dict[int, str] = {}
         self._request_ids: dict[str, int] = {}
         self._next_event = 0
+        self._interrupted = False
 
     def clock(self) -> float:
         return self.now_s
 
     def start(self) -> Facts:
         self.close()
+        if self._interrupted:
+            raise LinkLost("the service is stopping")
         self.executor = self._make()
         self.starts += 1
         self._call_ids, self._request_ids, self._next_event, self.enqueued = {}, {}, 0, []
@@ -146,7 +149,12 @@ class InProcessLink:
             self.executor.shutdown()
         self.executor = None
 
+    def interrupt(self) -> None:
+        self._interrupted = True
+
     def _running(self) -> FakeExecutor:
+        if self._interrupted:
+            raise LinkLost("the service is stopping")
         if self.executor is None:
             raise LinkLost("the executor is not up")
         return self.executor

@@ -96,6 +96,9 @@ class SharedLink:
     def close(self) -> None:
         self._open = False
 
+    def interrupt(self) -> None:
+        self.close()
+
     def end(self) -> None:
         """End the process."""
         self._open = False

@@ -91,6 +91,9 @@ class SteppedLink:
         self._link.close()
         self.server.stop()
 
+    def interrupt(self) -> None:
+        self._link.interrupt()
+
     def _fetch(self, answered: list[str]) -> list[Report]:
         """The answers that an iteration made, in its order; streams bring them in any."""
         heard: list[Answer] = []

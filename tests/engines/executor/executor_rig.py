@@ -184,6 +184,7 @@ class ScriptedLink:
     history: list[str] = field(default_factory=list)
     start_fails: int = 0
     refuses: bool = False  # enqueue and cancel find the executor gone
+    at_start: Callable[[], None] = lambda: None
 
     def clock(self) -> float:
         return self.now_s
@@ -191,6 +192,7 @@ class ScriptedLink:
     def start(self) -> Facts:
         self.starts += 1
         self.history.append("start")
+        self.at_start()
         if self.starts > 1 and self.start_fails:
             self.start_fails -= 1
             raise LinkLost("it does not come up")
@@ -223,6 +225,9 @@ class ScriptedLink:
 
     def close(self) -> None:
         self.history.append("close")
+
+    def interrupt(self) -> None:
+        self.history.append("interrupt")
 
     def call_of(self, request_id: str) -> str:
         ids = [call.call_id for calls in self.calls for call in calls]

@@ -76,6 +76,30 @@ def test_an_executor_that_hangs_is_ended_before_it_is_started_again() -> None:
     assert link.now_s == 20.0
 
 
+def test_nothing_is_started_any_more_once_the_service_wants_to_end() -> None:
+    """`interrupt` comes from another thread, here while the executor is started again."""
+    link, engine = scripted([LinkLost("it died")], restarts_max=10)
+    link.at_start = lambda: engine.interrupt("the service is stopping")
+    link.start_fails = 10
+    engine.submit(asked("r", 20, 4))
+    with pytest.raises(EngineError, match="the service is stopping"):
+        engine.execute(prefill_of(("r", 20, 0)))
+    assert link.history == ["start", "start", "interrupt"]
+    with pytest.raises(EngineError, match="the service is stopping"):
+        engine.submit(asked("s", 20, 4))
+    engine.close()
+
+
+def test_an_executor_that_came_up_too_late_is_not_used() -> None:
+    link, engine = scripted([LinkLost("it died")])
+    link.at_start = lambda: engine.interrupt("the service is stopping")
+    engine.submit(asked("r", 20, 4))
+    with pytest.raises((PassError, EngineError)):
+        engine.execute(prefill_of(("r", 20, 0)))
+    with pytest.raises(EngineError, match="the service is stopping"):
+        engine.execute(prefill_of(("r", 20, 0)))
+
+
 def test_a_loss_noticed_in_a_cancel_is_raised_by_the_next_pass() -> None:
     link, engine = scripted([[FIRST]])
     for name in ("r", "s"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,18 @@ def test_without_the_output_reuse_is_said_to_be_unknown(directory: Path) -> None
 def test_a_server_that_is_not_there_is_given_its_time(connect: Callable[..., TritonLink]) -> None:
     with pytest.raises(LinkLost, match=r"not ready in 0\.2 s"):
         connect("127.0.0.1:1", start_timeout_s=0.2)
+
+
+def test_a_start_is_given_up_when_the_service_ends() -> None:
+    link = TritonLink(options_for("127.0.0.1:1", start_timeout_s=60.0))
+    ending = threading.Timer(0.2, link.interrupt)
+    ending.start()
+    with pytest.raises(LinkLost, match="the service is stopping"):
+        link.start()
+    with pytest.raises(LinkLost, match="the service is stopping"):
+        link.start()
+    ending.join()
+    link.close()
 
 
 @pytest.mark.parametrize(("quirk", "what"), [("live", "not live"), ("ready", "is not ready")])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -257,6 +258,32 @@ def test_one_refused_call_does_not_hurt_the_others(make: Make) -> None:
     errors = {answer.call_id: answer.error for answer in answers if answer.final}
     assert "exceeds maximum 100" in (errors["long"] or "")
     assert errors["short"] is None
+
+
+@pytest.mark.parametrize(("vice", "waits_in"), [("slow_start", "start"), ("hang", "receive")])
+def test_who_waits_for_a_child_is_told_that_the_service_ends(make: Make, vice: str, waits_in: str) -> None:
+    link, told = make(vice), []
+    if waits_in == "receive":
+        link.start()
+        link.enqueue([_call("a")])
+
+    def wait() -> None:
+        try:
+            while True:
+                link.start() if waits_in == "start" else link.receive(60.0)
+        except LinkLost as lost:
+            told.append(str(lost))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while link.pid is None:
+        time.sleep(0.01)
+    link.interrupt()
+    waiting.join(20.0)
+    assert ["the service is stopping" in text for text in told] == [True]
+    assert link.pid is None
+    with pytest.raises(LinkLost, match="the service is stopping"):
+        link.start()
 
 
 @pytest.mark.parametrize("vice", ["hang_at_end", "hang"])
