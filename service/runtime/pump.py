@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engines.types import EngineRequest, Pass, PassKind, PassResult
@@ -17,7 +17,6 @@ from service.core.lifecycle import InstanceState
 from service.core.scheduler import PrefillScheduler
 from service.core.types import (
     Abort,
-    Cancel,
     Command,
     Dispatch,
     DrainBegan,
@@ -39,7 +38,8 @@ from service.core.types import (
 )
 from service.runtime.contract import Ended, InstanceSnapshot, Observer, RequestRecord, Snapshot, Token
 from service.runtime.event_log import EventLog
-from service.runtime.worker import LocalWorker
+from service.runtime.handle import Handle
+from service.runtime.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -53,34 +53,10 @@ class Sent:
     start_s: float
 
 
-class Handle:
-    """A submitted request; see `contract.RequestHandle`."""
-
-    def __init__(self, pump: Pump, record: RequestRecord, engine_request: EngineRequest) -> None:
-        self.record = record
-        self.engine_request = engine_request
-        self.known_on: str | None = None  # the instance whose engine holds the request
-        self._pump = pump
-        self._queue: asyncio.Queue[Token | Ended] = asyncio.Queue()  # at most max_new_tokens + 1 entries
-
-    async def __aiter__(self) -> AsyncIterator[Token | Ended]:
-        while True:
-            item = await self._queue.get()
-            yield item
-            if isinstance(item, Ended):
-                return
-
-    def cancel(self, *, finished: bool = False) -> None:
-        if self.record.outcome is None:
-            self._pump.send(Cancel(self.record.request.request_id, finished))
-
-    def put(self, item: Token | Ended) -> None:
-        self._queue.put_nowait(item)
-
-
 class Pump:
-    """`contract.Runtime` over workers of this process.
+    """`contract.Runtime` over workers, which may come and go while it runs (`add`, `remove`).
 
+    needs_instance: whether the loss of the last instance is the end. In a fleet another one will come.
     broken: set to the reason once the service can't go on, because the last instance is lost or the core
         failed. Whoever runs the pump ends the process then; nothing in it restarts an engine.
     """
@@ -88,11 +64,14 @@ class Pump:
     def __init__(
         self,
         scheduler: PrefillScheduler,
-        workers: Iterable[LocalWorker],
+        workers: Iterable[Worker],
         observers: Sequence[Observer] = (),
         event_log: EventLog | None = None,
+        *,
+        needs_instance: bool = True,
     ) -> None:
         self.scheduler = scheduler
+        self._needs_instance = needs_instance
         self._workers = {worker.instance_id: worker for worker in workers}
         self._observers = observers
         self._event_log = event_log
@@ -108,15 +87,35 @@ class Pump:
 
     async def start(self) -> None:
         for worker in self._workers.values():
-            worker.connect(self.send)
-            self.send(InstanceUp(worker.spec))
+            self._join(worker)
+
+    def add(self, worker: Worker) -> None:
+        """Use one more instance from now on. Raises ValueError for an id that is already here."""
+        if worker.instance_id in self._workers:
+            raise ValueError(f"instance {worker.instance_id} is already here; remove it first")
+        self._workers[worker.instance_id] = worker
+        self._join(worker)
+
+    def remove(self, instance_id: str, error: str = "the instance was removed") -> Worker | None:
+        """Use an instance no longer; what it runs is lost to it as if it had failed, and may run elsewhere.
+
+        Returns the worker, which is the caller's to close; None for one that is not here.
+        """
+        worker = self._workers.get(instance_id)
+        if worker is None:
+            return None
+        worker.connect(lambda event: None)
+        if instance_id in self.scheduler.instances:
+            self.send(InstanceDown(instance_id, error))
+        del self._workers[instance_id]
+        return worker
 
     def submit(self, request: Request, engine_request: EngineRequest) -> Handle:
         """Hand a request to the scheduler. Raises ValueError for an id that is still live."""
         if request.request_id in self._handles:
             raise ValueError(f"request id {request.request_id} is already live")
         record = RequestRecord(request)
-        handle = Handle(self, record, engine_request)
+        handle = Handle(self.send, record, engine_request)
         self.send(Submit(request))  # first: the core may still hold the id in a pass that runs unheard
         self._handles[request.request_id] = handle
         known = self.scheduler.target_of(request.request_id)
@@ -193,9 +192,13 @@ class Pump:
             self._event_log.event(now_s, event)
         if isinstance(event, PassFinished):
             self._end_finished(event.result)
-        if isinstance(event, InstanceDown) and not self.scheduler.instances:
+        if isinstance(event, InstanceDown) and self._needs_instance and not self.scheduler.instances:
             self._set_broken(f"no instance is left ({event.error})")
         self._poll_soon()
+
+    def _join(self, worker: Worker) -> None:
+        worker.connect(self.send)
+        self.send(InstanceUp(worker.spec))
 
     def _note(self, event: Event, now_s: float) -> None:
         """Keep records and passes in step with what the workers say."""
@@ -211,6 +214,9 @@ class Pump:
             case InstanceDown(instance_id, error):
                 for pass_id in [key[1] for key in self._passes if key[0] == instance_id]:
                     self._pass_lost(instance_id, pass_id, Reason.INSTANCE_LOST, error, now_s)
+                for handle in self._handles.values():
+                    if handle.known_on == instance_id:  # should it come back, it knows nobody
+                        handle.known_on = None
             case _:
                 pass
 
@@ -376,7 +382,7 @@ class Pump:
         if not self._handles:
             self._idle.set()
 
-    def _instance_snapshot(self, worker: LocalWorker) -> InstanceSnapshot:
+    def _instance_snapshot(self, worker: Worker) -> InstanceSnapshot:
         instance = self.scheduler.instances.get(worker.instance_id)
         state = instance.state if instance is not None else InstanceState.DOWN
         decoding = len(instance.decode.running) if instance is not None else 0

@@ -1,4 +1,5 @@
-"""One instance inside this process: a slot (one pass runs, one is staged) in front of an engine.
+"""What the pump needs of an instance, and the instance inside this process: a slot (one pass runs, one is
+staged) in front of an engine.
 
 The worker answers every command with an event, in order: PassStarted, then PassFinished or PassFailed, then
 KvChanged if the prefix cache changed; PassRevoked for a staged pass dropped in time. An engine that can't go
@@ -51,6 +52,36 @@ class PassRunner(Protocol):
     async def close(self) -> None: ...
 
 
+class Worker(Protocol):
+    """One instance as the pump sees it; it may be in another process (service/fleet/remote_worker.py).
+
+    Every dispatched pass is answered in order, or InstanceDown is emitted, once, and nothing after it.
+    """
+
+    @property
+    def instance_id(self) -> str: ...
+
+    @property
+    def spec(self) -> InstanceSpec: ...
+
+    def connect(self, emit: Callable[[Event], None]) -> None:
+        """Where events go; called on the loop only."""
+
+    def dispatch(self, pass_: Pass, new_requests: Sequence[EngineRequest], *, staged: bool) -> None:
+        """Run a pass. new_requests: those of its requests that the engine does not know yet."""
+
+    def revoke(self, pass_id: int) -> None:
+        """Drop a staged pass; PassRevoked follows unless it has started."""
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, after the pass that runs."""
+
+    def stats(self) -> EngineStats:
+        """As last heard; cheap."""
+
+    async def close(self) -> None: ...
+
+
 class LocalWorker:
     def __init__(self, spec: InstanceSpec, runner: PassRunner) -> None:
         self.spec = spec
@@ -64,8 +95,15 @@ class LocalWorker:
     def instance_id(self) -> str:
         return self.spec.instance_id
 
+    @property
+    def running(self) -> Pass | None:
+        return self._slot.running
+
+    @property
+    def staged(self) -> Pass | None:
+        return self._slot.staged
+
     def connect(self, emit: Callable[[Event], None]) -> None:
-        """Where events go; called on the loop only."""
         self._emit = emit
 
     def dispatch(self, pass_: Pass, new_requests: Sequence[EngineRequest], *, staged: bool) -> None:

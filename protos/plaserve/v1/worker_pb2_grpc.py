@@ -39,7 +39,7 @@ class WorkerServiceStub:
                 request_serializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.ControlRequest.SerializeToString,
                 response_deserializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.ControlResponse.FromString,
                 _registered_method=True)
-        self.StreamTokens = channel.unary_stream(
+        self.StreamTokens = channel.stream_stream(
                 '/plaserve.v1.WorkerService/StreamTokens',
                 request_serializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.StreamTokensRequest.SerializeToString,
                 response_deserializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.StreamTokensResponse.FromString,
@@ -55,7 +55,7 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StreamTokens(self, request, context):
+    def StreamTokens(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -69,7 +69,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.ControlRequest.FromString,
                     response_serializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.ControlResponse.SerializeToString,
             ),
-            'StreamTokens': grpc.unary_stream_rpc_method_handler(
+            'StreamTokens': grpc.stream_stream_rpc_method_handler(
                     servicer.StreamTokens,
                     request_deserializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.StreamTokensRequest.FromString,
                     response_serializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.StreamTokensResponse.SerializeToString,
@@ -113,7 +113,7 @@ class WorkerService:
             _registered_method=True)
 
     @staticmethod
-    def StreamTokens(request,
+    def StreamTokens(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -123,8 +123,8 @@ class WorkerService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/plaserve.v1.WorkerService/StreamTokens',
             protos_dot_plaserve_dot_v1_dot_worker__pb2.StreamTokensRequest.SerializeToString,

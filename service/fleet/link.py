@@ -1,0 +1,128 @@
+"""The bookkeeping of a link that survives its streams: whom a worker obeys, and what is sent again.
+
+`Fence` knows the highest (epoch, incarnation, attempt) that a worker has heard. An epoch is one scheduler's,
+an incarnation is one use that it makes of the worker, an attempt is one stream.
+
+Of each direction `Outbox` numbers what is sent, from 1, and keeps it until it is acknowledged; `Inbox` takes
+each number once. A stream that breaks loses nothing then: the next one begins with what each side has, and
+the rest is sent again. Both are bounded, since a link that has been away for long is given up anyway.
+
+No IO and no clock in here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+M = TypeVar("M")
+OUTBOX_MAX = (
+    4096  # a worker keeps a handful (two passes at most are under way), a scheduler cancels by the thousand
+)
+
+
+class LinkBroken(Exception):  # noqa: N818 - what happened
+    """The two ends can't agree on what was sent; the link can't go on where it was."""
+
+
+class Outbox(Generic[M]):
+    """Numbered messages that are not acknowledged yet, oldest first."""
+
+    def __init__(self, limit: int = OUTBOX_MAX) -> None:
+        self._limit = limit
+        self._kept: deque[M] = deque()
+        self._last = 0  # number of the latest
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def last(self) -> int:
+        return self._last
+
+    def add(self, make: Callable[[int], M]) -> M:
+        """Keep and return the next message, made from its number. Raises LinkBroken when full."""
+        if len(self._kept) >= self._limit:
+            raise LinkBroken(f"{self._limit} messages are not acknowledged")
+        self._last += 1
+        message = make(self._last)
+        self._kept.append(message)
+        return message
+
+    def acknowledge(self, through: int) -> None:
+        """The other side has all up to `through`; less than before is an old word. Raises LinkBroken."""
+        if through > self._last:
+            raise LinkBroken(f"message {through} is acknowledged, but {self._last} was the last one sent")
+        while self._kept and self._last - len(self._kept) < through:
+            self._kept.popleft()
+
+    def after(self, through: int) -> tuple[M, ...]:
+        """What to send again to a side that has all up to `through`. Raises LinkBroken."""
+        self.acknowledge(through)
+        first = self._last - len(self._kept)
+        if through < first:
+            raise LinkBroken(f"messages {through + 1} to {first} were acknowledged and are gone")
+        return tuple(self._kept)
+
+
+class Inbox:
+    """Takes each number once, in order."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def take(self, sequence: int) -> bool:
+        """Whether the message is to be applied; False: it was, earlier. Raises LinkBroken for a gap."""
+        if sequence > self.last + 1:
+            raise LinkBroken(f"message {sequence} came, but {self.last + 1} is missing")
+        if sequence <= self.last:
+            return False
+        self.last = sequence
+        return True
+
+
+class Claim(StrEnum):
+    STALE = "stale"  # somebody newer is obeyed
+    RESUME = "resume"  # the same use of the worker, on a new stream
+    TAKEOVER = "takeover"  # everything before is over
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who says Hello."""
+
+    scheduler_id: str
+    epoch: int
+    incarnation: int
+    attempt: int
+    resume: bool = False
+
+
+class Fence:
+    """The highest caller that a worker has heard."""
+
+    def __init__(self) -> None:
+        self._now: Caller | None = None
+
+    @property
+    def epoch(self) -> int:
+        """0: nobody called yet."""
+        return self._now.epoch if self._now is not None else 0
+
+    def claim(self, caller: Caller) -> tuple[Claim, str]:
+        """What a caller may do, and why not more. Only the highest is remembered."""
+        now = self._now
+        if now is not None:
+            if caller.epoch < now.epoch:
+                return Claim.STALE, f"epoch {caller.epoch} is over; {now.scheduler_id} has epoch {now.epoch}"
+            if caller.epoch == now.epoch and caller.scheduler_id != now.scheduler_id:
+                return Claim.STALE, f"epoch {caller.epoch} is that of {now.scheduler_id}"
+            mine, theirs = (now.incarnation, now.attempt), (caller.incarnation, caller.attempt)
+            if caller.epoch == now.epoch and theirs <= mine:
+                return Claim.STALE, f"stream {theirs} of epoch {caller.epoch} came after stream {mine}"
+        self._now = caller
+        same = now is not None and (now.epoch, now.incarnation) == (caller.epoch, caller.incarnation)
+        return (Claim.RESUME if same and caller.resume else Claim.TAKEOVER), ""
