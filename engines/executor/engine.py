@@ -168,10 +168,7 @@ class ExecutorEngine:
         self._supervisor.close("the engine is closed")
 
     def measure(self, tokens: int, history: int) -> float:
-        """Seconds of one prefill pass of `tokens` new tokens over `history`, for calibration.
-
-        See `engines.executor.measure`; the engine must hold no request.
-        """
+        """Seconds of one prefill pass of this size, for calibration: see `engines.executor.measure`."""
         return measure(self, tokens, history, self._random)
 
     # --- hand-over ---
@@ -220,7 +217,8 @@ class ExecutorEngine:
     def _run(self, pass_: Pass, failed: list[str]) -> PassResult:
         self._take(self._supervisor.receive(0.0))
         self._restart_if_leaked()
-        self._progress.since = begin_s = self._clock()
+        begin_s = self._clock()
+        self._progress.begin(begin_s)
         check_pass(pass_, self._capabilities, self._book.answered, self._book.prompt_tokens)
         run = self._prefill if pass_.kind is PassKind.PREFILL else self._decode
         items, ran = run(pass_, begin_s, failed)
@@ -261,14 +259,15 @@ class ExecutorEngine:
                 return
             pass_end_s = begin_s + settings.pass_timeout_s
             progress_end_s = self._progress.since + settings.progress_timeout_s
-            if now_s >= pass_end_s:
-                self._passes_done += 1
-                raise self._pass_timed_out(pass_, failed)
             if now_s >= progress_end_s:
                 what = f"no answer and no iteration for {settings.progress_timeout_s} s while calls wait"
                 self._note(Incident.NO_PROGRESS, f"pass {pass_.pass_id}: {what}")
                 self._supervisor.end()
                 raise LinkLost(what)
+            if now_s >= pass_end_s:
+                self._passes_done += 1
+                self._progress.gave_up(now_s)
+                raise self._pass_timed_out(pass_, failed)
             ends_s = [call.deadline_s for call in calls.values() if call.deadline_s is not None]
             self._take(self._supervisor.receive(min(pass_end_s, progress_end_s, *ends_s) - now_s))
 
@@ -384,7 +383,7 @@ class ExecutorEngine:
         self._capabilities = replace(limits, kv_blocks_total=facts.kv_blocks_total)
         self._book.limits = self._capabilities
         self._ledger.blocks_total = facts.kv_blocks_total
-        self._progress.since = self._clock()
+        self._progress = Progress(self._clock())
 
     # --- small things ---
 

@@ -15,15 +15,26 @@ from engines.executor.types import Answer, ExecutorSettings, Iteration, Report
 
 
 class Progress:
-    """The last sign of work; `since` is also moved when waiting begins."""
+    """The last sign of work, in time that was spent waiting for one: `since` is moved when waiting begins.
+
+    Silence of a wait that was given up counts on in the next one. Else an executor that hangs would outlive
+    any number of waits that are each too short.
+    """
 
     def __init__(self, now_s: float) -> None:
         self.since = now_s
+        self._silent_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        self.since = now_s - self._silent_s
+
+    def gave_up(self, now_s: float) -> None:
+        self._silent_s = now_s - self.since
 
     def heard(self, report: Report, now_s: float) -> None:
         ran = isinstance(report, Iteration) and report.context_requests + report.generation_requests > 0
         if ran or isinstance(report, Answer):
-            self.since = now_s
+            self.since, self._silent_s = now_s, 0.0
 
 
 class LeakProbe:

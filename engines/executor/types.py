@@ -24,6 +24,9 @@ class CallKind(StrEnum):
     GENERATION_ONLY = "generation_only"  # decode from another instance's KV
 
 
+_SECONDS_MAX = 1e6  # of a deadline: eleven days; what waits in the kernel takes no more than about 1e9
+
+
 class ExecutorRole(StrEnum):
     """What an executor is there for; sets `Capabilities.decode` and which calls it gets."""
 
@@ -247,3 +250,13 @@ class ExecutorSettings:
     restart_window_s: float = 600.0
     leak_iterations: int = 50
     eos_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("pass_timeout_s", "progress_timeout_s", "handover_timeout_s", "restart_window_s"):
+            value = getattr(self, name)
+            if not 0 < value <= _SECONDS_MAX:
+                raise ValueError(f"{name} must be above 0 and at most {_SECONDS_MAX:g} s, got {value:g}")
+        if self.restarts_max < 0:
+            raise ValueError(f"restarts_max must be 0 or more, got {self.restarts_max}")
+        if self.leak_iterations < 1:
+            raise ValueError(f"leak_iterations must be at least 1, got {self.leak_iterations}")

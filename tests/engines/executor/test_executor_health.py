@@ -67,6 +67,37 @@ def test_a_lost_executor_takes_all_with_it_and_comes_back() -> None:
     serves(made)
 
 
+def test_silence_adds_up_over_passes_that_end_before_it_is_long_enough() -> None:
+    """Else an executor that hangs would fail every pass and never be started again."""
+    link, engine = scripted([], pass_timeout_s=8.0, progress_timeout_s=20.0)
+    for name, at_s in (("a", 8.0), ("b", 16.0)):
+        engine.submit(asked(name, 20, 4))
+        with pytest.raises(PassError, match="took longer than"):
+            engine.execute(prefill_of((name, 20, 0)))
+        assert link.now_s == at_s
+    link.now_s = 1000.0  # nobody waited meanwhile
+    engine.submit(asked("c", 20, 4))
+    with pytest.raises(PassError, match="no answer and no iteration"):
+        engine.execute(prefill_of(("c", 20, 0)))
+    assert (link.now_s, link.starts) == (1004.0, 2)
+    engine.submit(asked("d", 20, 4))
+    with pytest.raises(PassError, match="took longer than"):  # the new one has all its time
+        engine.execute(prefill_of(("d", 20, 0)))
+
+
+@pytest.mark.parametrize("name", ["pass_timeout_s", "progress_timeout_s", "handover_timeout_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan"), 1e10])
+def test_a_deadline_that_is_none_is_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=name):
+        ExecutorSettings(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("restarts_max", -1), ("leak_iterations", 0)])
+def test_a_count_that_makes_no_sense_is_refused_by_name(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=name):
+        ExecutorSettings(**{name: value})
+
+
 def test_an_executor_that_hangs_is_ended_before_it_is_started_again() -> None:
     link, engine = scripted([], progress_timeout_s=20.0)
     engine.submit(asked("r", 20, 4))
@@ -225,7 +256,7 @@ def test_a_pass_that_takes_too_long_fails_and_its_calls_are_cancelled() -> None:
 def test_what_a_pass_that_timed_out_had_done_already_stays() -> None:
     """A part that ended keeps its blocks; a decoding request with its token keeps that."""
     done = Answer("part", (1,), True, Ending.LENGTH)
-    _, engine = scripted([[FIRST, Answer("d", (1,))], [done, Answer("r", (2,))]], pass_timeout_s=10.0)
+    _, engine = scripted([[FIRST, Answer("d", (1,))], [done, Answer("r", (2,))]], pass_timeout_s=9.0)
     for name, tokens in (("r", 20), ("d", 20), ("part", 60), ("late", 20)):
         engine.submit(asked(name, tokens, 4, len(name)))
     engine.execute(prefill_of(("r", 20, 0), ("d", 20, 0)))
