@@ -50,8 +50,8 @@ class InFlight:
     start: prompt tokens that it was to find in the cache; reused: that it found, where the executor said so.
     blocks: its whole need. stream: of a real call, its answer; None for a part. mark: of the ledger, when it
     was sent. names: chain hashes of its request's prompt. deadline_s: for the first token of a hand-over.
-    copies: names of blocks that it computes though they are cached, as the last of a prompt that is cached
-    to its end: these it has for itself. held, private: blocks counted as held for it.
+    copies: names of blocks that it computes though they are cached or another call holds them, as the last
+    of a prompt that is there to its end: these it has for itself. held, private: blocks counted as held for it.
     """
 
     call: Call
@@ -233,7 +233,7 @@ class CallBook:
         need = self._blocks(live.prompt_tokens + request.max_new_tokens)
         made = InFlight(call, start, need, live, live.hashes, stream)
         computed = live.hashes[start // self.limits.block_tokens :]
-        made.copies = frozenset(value for value in computed if self.ledger.lookup((value,)))
+        made.copies = frozenset([value for value in computed if self.ledger.is_there(value)])
         return made
 
     @property
@@ -322,7 +322,9 @@ class CallBook:
             return ()  # whether pulled blocks become reusable is not verified
         left = list(call.names[: len(prompt) // block])
         if call.stream is not None and call.call.kind is not CallKind.CONTEXT_ONLY:
-            tail = (*prompt[len(left) * block :], *call.stream.tokens[:-1])  # the last has no KV
+            # The last token of the output is taken to have no KV (read in a source near 1.x, releaseBlocks).
+            output = call.stream.tokens[: -2 if call.stream.added_end else -1]
+            tail = (*prompt[len(left) * block :], *output)
             for start in range(0, len(tail) - block + 1, block):
                 left.append(chain_hash(left[-1] if left else 0, tail[start : start + block]))
         return left

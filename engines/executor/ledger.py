@@ -63,6 +63,10 @@ class Ledger:
             count += 1
         return count
 
+    def is_there(self, value: int) -> bool:
+        """Whether a block of this name exists, cached or held by a request."""
+        return value in self._cached or value in self._holders
+
     def take_events(self) -> tuple[KvEvent, ...]:
         events, self._events = tuple(self._events), []
         return events

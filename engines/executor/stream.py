@@ -56,6 +56,7 @@ class AnswerStream:
     failed: bool = False
     received: int = 0  # tokens from the executor, repetitions among them
     repeated: int = 0  # tokens dropped as repetitions
+    added_end: bool = False  # the end token is in `tokens`, but was not in the output
     _head: list[int] | None = None  # received, while they may be a repetition
 
     def __post_init__(self) -> None:
@@ -121,6 +122,7 @@ class AnswerStream:
         if ending is Ending.LENGTH:
             self._end_at_length()
         elif ending is Ending.END_ID and self.end_id is not None:
+            self.added_end = True
             self._push(self.end_id)
         elif ending in (Ending.END_ID, Ending.STOP_WORDS):
             self._finish_last(FinishReason.STOP, ending)

@@ -4,7 +4,9 @@
 whole), lets waiting requests in first come first served while their whole need of blocks is to be had
 (GUARANTEED_NO_EVICT) and runs: a token for every request that decodes, and prompts within max_num_tokens
 and max_batch_size. A prompt begins with the blocks that are cached, never with its last token. Its full
-blocks are named when it is computed, those of the answer when the request ends. A context-only request
+blocks are named when it is computed, of all but its last token, those of the answer one token after they are
+full, and what is left when the request ends: of all tokens but the last one of its output (read in a source
+near 1.x, storeContextBlocks, storeNewBlock, releaseBlocks). A context-only request
 keeps its blocks until `pull` or a cancel.
 
 Decided here, since it is not known of the real one: cached tokens do not count against max_num_tokens (see
@@ -130,10 +132,11 @@ class Core:
             self._grow(live, live.position + size)
             live.position += size
             if not live.in_context:
-                self._name_blocks(live, live.request.token_ids)
+                self._name_blocks(live, live.request.token_ids[:-1])
                 self._answer(live)
         for live in decoding:
             self._grow(live, live.position + 1)
+            self._name_blocks(live, (*live.request.token_ids, *live.outputs)[: live.position])
             live.position += 1
             self._answer(live)
         self._record(len(contexts), sum(size for _, size in contexts), len(decoding))
@@ -283,8 +286,9 @@ class Core:
             self.pool.store(live.table, hashes, tokens, lambda i: live.request.priority_of(i * size))
 
     def _give_back(self, live: Live) -> None:
-        """Blocks of a request at its end; the KV of its last token was never made."""
-        tokens = (*live.request.token_ids, *live.outputs)[: live.position]
+        """Blocks of a request at its end; the last token of its output is taken to have no KV."""
+        unsaid = self.vices.end_id_left_out and live.ended
+        tokens = (*live.request.token_ids, *live.outputs)[: live.position - unsaid]
         self._name_blocks(live, tokens)
         self.pool.release(live.table)
         if self.vices.evict_between_parts:
@@ -298,6 +302,7 @@ class Core:
         if stops:
             assert request.end_id is not None
             live.outputs.append(request.end_id)
+            live.ended = True
             self._finish(live, Finish.END_ID)
             return
         live.outputs.append(make_token(request.token_ids, place, self.limits.vocabulary, request.end_id))

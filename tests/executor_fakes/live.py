@@ -38,6 +38,7 @@ class Live:
     position: int = 0  # tokens with KV
     outputs: list[int] = field(default_factory=list)
     sent: int = 0
+    ended: bool = False  # by its end token
     reused_blocks: int = 0
     transfer_left: int | None = None  # iterations until the KV of the other side is here; None: is here
 

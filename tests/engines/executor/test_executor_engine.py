@@ -188,6 +188,24 @@ def test_the_last_token_of_a_prompt_that_is_all_cached_is_computed() -> None:
         assert (item.computed, item.token) == (computed, answer_of(asked("", 24))[0])
 
 
+@pytest.mark.parametrize("left_out", [False, True])
+@pytest.mark.parametrize("events", [False, True])
+@pytest.mark.parametrize("tokens", range(9, 18))
+def test_what_an_answer_leaves_in_the_cache_is_known_to_the_block(
+    tokens: int, events: bool, left_out: bool
+) -> None:
+    """An end token that is left out of the output: the token before it is then the last, and has no KV."""
+    link = {"cache_events": events}
+    made = rig(Vices(end_id_left_out=left_out), link=link, executor={"stop_after": 8})
+    made.engine.submit(asked("r", tokens, 20, ignore_eos=False))
+    made.prefill(("r", tokens, 0))
+    made.decode_to_the_end("r")
+    made.run_ahead()
+    stats = made.engine.stats()
+    assert stats.kv_blocks_cached == made.executor.pool.idle == (tokens + 7 - left_out) // BLOCK
+    assert stats.kv_blocks_free == BLOCKS - stats.kv_blocks_cached
+
+
 def test_a_block_that_is_computed_again_is_held_twice() -> None:
     made = rig()
     for name in ("first", "second", "third"):
