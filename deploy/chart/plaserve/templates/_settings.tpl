@@ -1,0 +1,66 @@
+{{/*
+Settings become PLASERVE_<GROUP>__<KEY> in a ConfigMap of the role. What follows from other values of the chart is
+set here and refused in `settings`, so that the two can't contradict each other. The service refuses unknown keys.
+*/}}
+
+{{- define "plaserve.ownSettings" -}}
+{{- $v6 := eq .root.Values.ipFamily "IPv6" -}}
+PLASERVE_SERVER__HOST: {{ ternary "[::]" "0.0.0.0" $v6 | quote }}
+PLASERVE_SERVER__PORT: {{ .root.Values.ports.grpc | quote }}
+PLASERVE_SERVER__DRAIN_TIMEOUT_S: {{ toJson .values.drainTimeoutSeconds | quote }}
+PLASERVE_TELEMETRY__METRICS: "true"
+PLASERVE_TELEMETRY__METRICS_HOST: {{ ternary "::" "0.0.0.0" $v6 | quote }}
+PLASERVE_TELEMETRY__METRICS_PORT: {{ .root.Values.ports.metrics | quote }}
+PLASERVE_FLEET__MEMBERSHIP: etcd
+PLASERVE_FLEET__ENDPOINTS: {{ include "plaserve.etcdEndpoints" .root | quote }}
+PLASERVE_FLEET__NAME: {{ default (include "plaserve.name" .root) .root.Values.fleet.name | quote }}
+PLASERVE_FLEET__LEASE_TTL_S: {{ toJson .root.Values.fleet.leaseTtlSeconds | quote }}
+{{- if include "plaserve.bundleSource" . }}
+PLASERVE_ENGINE__BUNDLE: {{ .root.Values.bundle.path | quote }}
+{{- end }}
+{{- if eq .role "worker" }}
+PLASERVE_ENGINE__BACKEND: {{ .root.Values.worker.backend }}
+{{- if include "plaserve.onGpu" .root }}
+PLASERVE_EXECUTOR__PYTHON: {{ .root.Values.worker.python | quote }}
+PLASERVE_EXECUTOR__LOG: /var/lib/plaserve/executor.log
+PLASERVE_EXECUTOR__START_TIMEOUT_S: {{ toJson .root.Values.worker.startTimeoutSeconds | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* pvc, fetch or nothing. */}}
+{{- define "plaserve.bundleSource" -}}
+{{- $source := index .root.Values.bundle.source .role -}}
+{{- if ne $source "none" }}{{ $source }}{{ end }}
+{{- end }}
+
+{{/* (root, role, values) -> the data of the role's ConfigMap. */}}
+{{- define "plaserve.settings" -}}
+{{- $own := include "plaserve.ownSettings" . | fromYaml -}}
+{{- $fixed := list "PLASERVE_FLEET__SHARD" "PLASERVE_FLEET__ADVERTISE" "PLASERVE_ENGINE__BACKEND" "PLASERVE_ENGINE__BUNDLE" -}}
+{{- $fixed = concat $fixed (list "PLASERVE_EXECUTOR__PYTHON" "PLASERVE_EXECUTOR__LOG" "PLASERVE_EXECUTOR__START_TIMEOUT_S") -}}
+{{- $wanted := dict "PLASERVE_TELEMETRY__SERVICE_NAME" (printf "plaserve-%s" .role) -}}
+{{- range $given := list .root.Values.settings .values.settings -}}
+{{- range $group, $keys := $given -}}
+{{- if kindIs "map" $keys -}}
+{{- range $key, $value := $keys -}}
+{{- $_ := set $wanted (printf "PLASERVE_%s__%s" (upper $group) (upper $key)) $value -}}
+{{- end -}}
+{{- else -}}
+{{- $_ := set $wanted (printf "PLASERVE_%s" (upper $group)) $keys -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $value := $wanted -}}
+{{- if or (hasKey $own $name) (has $name $fixed) -}}
+{{- fail (printf "settings of %s: %s follows from other values of the chart; set it there" $.role $name) -}}
+{{- end -}}
+{{- if or (kindIs "map" $value) (kindIs "slice" $value) -}}
+{{- fail (printf "settings of %s: %s must be text, a number, true or false" $.role $name) -}}
+{{- end }}
+{{ $name }}: {{ if kindIs "string" $value }}{{ quote $value }}{{ else }}{{ toJson $value | quote }}{{ end }}
+{{- end }}
+{{- range $name, $value := $own }}
+{{ $name }}: {{ quote $value }}
+{{- end }}
+{{- end }}
