@@ -1,0 +1,347 @@
+"""A runtime whose scheduler is another process: what a front end puts behind its gRPC surface.
+
+Requests go to the active scheduler on one stream; what becomes of them comes back on it, and their tokens
+come from wherever they run (`tokens`). A request is over when the scheduler has said how it ended and all of
+its tokens are there: as many as it said. Tokens may come twice (a worker that repeats after a break, or a
+second worker after the first was lost) or late; their index says which they are, and the first one counts.
+
+When the scheduler is lost, what has shown its client no token is sent again, once, to the next one, under
+another wire id, so that late tokens of the first try are nobody's. Everything else ends as ENGINE_FAILED,
+which a client may repeat. Without a scheduler requests wait for one for a bounded time, and are then refused
+with advice when to try again. A scheduler of a lower epoch than the highest heard is not listened to.
+
+Two counts always agree: submitted = ended + live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from engines.types import Capabilities, EngineRequest
+from protos.plaserve.v1 import scheduler_pb2 as pb
+from service.core.types import Lane, Outcome, Reason, Request
+from service.fleet.requests_convert import BadMessage, note_accepted, note_ended, submit_of
+from service.fleet.scheduler_link import LinkDown, SchedulerLink, Welcome
+from service.runtime.contract import Ended, Observer, RequestRecord, Snapshot, Token
+
+log = logging.getLogger(__name__)
+
+TRIES_MAX = 2  # schedulers that a request is given to
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """Seconds. failover_s: how long requests wait for a scheduler. tokens_s: how long the tokens of an ended
+    request may still be under way."""
+
+    failover_s: float = 10.0
+    tokens_s: float = 5.0
+
+
+@dataclass(slots=True)
+class _Try:
+    """One attempt at a request. early: tokens that came before those in front of them."""
+
+    wire_id: str
+    early: dict[int, int] = field(default_factory=dict)
+    ended: pb.RequestEnded | None = None
+
+
+class RemoteHandle:
+    """See `contract.RequestHandle`."""
+
+    def __init__(self, runtime: RemoteRuntime, record: RequestRecord, engine_request: EngineRequest) -> None:
+        self.record = record
+        self.engine_request = engine_request
+        self.attempt: _Try | None = None  # None: waits for a scheduler
+        self.tries = 0  # attempts so far
+        self.cancelled: bool | None = None  # `finished` of the cancel
+        self.timer: asyncio.TimerHandle | None = None
+        self._runtime = runtime
+        self._queue: asyncio.Queue[Token | Ended] = asyncio.Queue()  # at most max_new_tokens + 1 entries
+
+    async def __aiter__(self) -> AsyncIterator[Token | Ended]:
+        while True:
+            item = await self._queue.get()
+            yield item
+            if isinstance(item, Ended):
+                return
+
+    def cancel(self, *, finished: bool = False) -> None:
+        if self.record.outcome is None:
+            self._runtime.cancel(self, finished)
+
+    def put(self, item: Token | Ended) -> None:
+        self._queue.put_nowait(item)
+
+
+class RemoteRuntime:
+    """`contract.Runtime` over a `SchedulerLink`. placed: told where the tokens of a wire id come from."""
+
+    def __init__(
+        self,
+        front_end_id: str,
+        link: SchedulerLink,
+        settings: RemoteSettings | None = None,
+        observers: Sequence[Observer] = (),
+        placed: Callable[[str, str], None] = lambda wire_id, instance_id: None,
+    ) -> None:
+        self._front_end_id = front_end_id
+        self._link = link
+        self._settings = settings or RemoteSettings()
+        self._observers = observers
+        self._placed = placed
+        self._live: dict[str, RemoteHandle] = {}  # request id -> handle
+        self._tries: dict[str, RemoteHandle] = {}  # wire id -> handle, of the present attempt
+        self._numbers = count(1)
+        self._outcomes: Counter[Outcome] = Counter()
+        self._submitted = 0
+        self._epoch = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+        self.welcome: Welcome | None = None  # of the scheduler that is connected now
+
+    # --- contract.Runtime ---
+
+    async def start(self) -> None:
+        self._running = asyncio.create_task(self._run(), name="scheduler-link")
+
+    def submit(self, request: Request, engine_request: EngineRequest) -> RemoteHandle:
+        """Raises ValueError for an id that is still live."""
+        if request.request_id in self._live:
+            raise ValueError(f"request id {request.request_id} is already live")
+        record = RequestRecord(request)
+        handle = RemoteHandle(self, record, engine_request)
+        self._submitted += 1
+        self._live[request.request_id] = handle
+        for observer in self._observers:
+            observer.submitted(record)
+        if self._draining:
+            self._end(handle, Outcome.REJECTED_DRAINING, Reason.DRAINING, "the front end is stopping")
+        elif self.welcome is not None:
+            self._send(handle)
+        else:
+            self._wait(handle)
+        return handle
+
+    def snapshot(self) -> Snapshot:
+        """The books of this front end. Lanes, windows and instances are the scheduler's to tell."""
+        running = sum(handle.record.first_pass_start_s is not None for handle in self._live.values())
+        return Snapshot(
+            submitted=self._submitted,
+            outcomes=dict(self._outcomes),
+            queued=len(self._live) - running,
+            running=running,
+            lane_queued=dict.fromkeys(Lane, 0),
+            lane_queued_tokens=dict.fromkeys(Lane, 0),
+            window_s=0.0,
+            depth_tokens=0,
+            boundary_tokens=0,
+            knee_tokens=0,
+            draining=self._draining,
+            instances=(),
+        )
+
+    async def drain(self, timeout_s: float) -> int:
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._live:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            log.warning("drain: %d requests were cut off after %.1f s", len(self._live), timeout_s)
+        return len(self._live)
+
+    async def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        for handle in list(self._live.values()):
+            self._end(handle, Outcome.ENGINE_FAILED, Reason.DRAINING, "the front end is stopping")
+        await self._link.close()
+
+    @property
+    def capabilities(self) -> Capabilities | None:
+        """Of the instances behind the present scheduler; None without one."""
+        return self.welcome.capabilities if self.welcome is not None else None
+
+    # --- what requests want ---
+
+    def cancel(self, handle: RemoteHandle, finished: bool) -> None:
+        handle.cancelled = finished
+        if handle.attempt is None:  # nobody else knows of it
+            self._end(handle, Outcome.CANCELLED, Reason.CLIENT_CANCELLED)
+            return
+        self._link.send(
+            pb.FrontEndMessage(cancel=pb.CancelRequest(request_id=handle.attempt.wire_id, finished=finished))
+        )
+
+    def tokens(self, wire_id: str, first_index: int, token_ids: Sequence[int]) -> None:
+        """Tokens of an answer, from index `first_index` on; repeated ones are left out, early ones wait."""
+        handle = self._tries.get(wire_id)
+        if handle is None or handle.attempt is None:
+            return
+        record, early = handle.record, handle.attempt.early
+        for index, token_id in enumerate(token_ids, start=first_index):
+            if index >= record.output_tokens and index < record.request.max_new_tokens:
+                early[index] = token_id
+        while (token := early.pop(record.output_tokens, None)) is not None:
+            self._token(handle, token)
+        self._end_if_whole(handle)
+
+    # --- the link ---
+
+    async def _run(self) -> None:
+        """Keep a scheduler; hear what it says. Ends only with the runtime."""
+        while True:
+            try:
+                welcome = await self._link.connect(self._front_end_id)
+                if welcome.epoch < self._epoch:
+                    log.warning("scheduler %s has the old epoch %d", welcome.scheduler_id, welcome.epoch)
+                    await self._link.drop()
+                    continue
+                self._connected(welcome)
+                async for message in self._link:
+                    self._hear(message)
+                raise LinkDown("the scheduler ended the stream")
+            except LinkDown as error:
+                self._disconnected(str(error))
+            except Exception as error:  # a bug must not leave every request waiting
+                log.exception("the link to the scheduler failed")
+                self._disconnected(f"{type(error).__name__}: {error}")
+
+    def _connected(self, welcome: Welcome) -> None:
+        log.info("scheduler %s, epoch %d", welcome.scheduler_id, welcome.epoch)
+        self._epoch, self.welcome = welcome.epoch, welcome
+        for handle in list(self._live.values()):
+            if handle.attempt is None:
+                self._send(handle)
+
+    def _disconnected(self, why: str) -> None:
+        if self.welcome is None:
+            return
+        log.warning("scheduler %s is gone: %s", self.welcome.scheduler_id, why)
+        self.welcome = None
+        for handle in list(self._live.values()):
+            attempt = handle.attempt
+            if attempt is None or attempt.ended is not None:
+                continue  # it waits already, or only tokens are missing, which come from elsewhere
+            if handle.record.output_tokens or handle.tries >= TRIES_MAX or handle.cancelled is not None:
+                outcome = Outcome.ENGINE_FAILED if handle.cancelled is None else Outcome.CANCELLED
+                self._end(handle, outcome, Reason.INSTANCE_LOST, f"the scheduler is gone: {why}")
+            else:
+                self._tries.pop(attempt.wire_id, None)
+                handle.attempt = None
+                self._wait(handle)
+
+    def _hear(self, message: pb.SchedulerMessage) -> None:
+        kind = message.WhichOneof("kind")
+        if kind is None or kind == "welcome":
+            return  # of a later release
+        handle = self._tries.get(getattr(message, kind).request_id)
+        if handle is None or handle.attempt is None:
+            return  # of a request that has ended here
+        if kind == "accepted":
+            note_accepted(handle.record, message.accepted)
+        elif kind == "placed":
+            self._placed(message.placed.request_id, message.placed.instance_id)
+        elif kind == "tokens":
+            tokens = message.tokens
+            self.tokens(tokens.request_id, tokens.first_index, tokens.token_ids)
+        elif kind == "ended":
+            self._ended(handle, handle.attempt, message.ended)
+
+    # --- requests ---
+
+    def _send(self, handle: RemoteHandle) -> None:
+        request = handle.record.request
+        wire_id = f"{self._front_end_id}/{next(self._numbers)}/{request.request_id}"
+        handle.attempt = _Try(wire_id)
+        handle.tries += 1
+        self._tries[wire_id] = handle
+        self._stop_timer(handle)
+        now_s = asyncio.get_running_loop().time()
+        self._link.send(pb.FrontEndMessage(submit=submit_of(wire_id, request, handle.engine_request, now_s)))
+
+    def _wait(self, handle: RemoteHandle) -> None:
+        """For a scheduler, for a bounded time."""
+        self._stop_timer(handle)
+        handle.timer = asyncio.get_running_loop().call_later(
+            self._settings.failover_s, self._no_scheduler, handle
+        )
+
+    def _no_scheduler(self, handle: RemoteHandle) -> None:
+        handle.record.retry_after_s = self._settings.failover_s
+        what = f"no scheduler for {self._settings.failover_s:g} s"
+        self._end(handle, Outcome.ENGINE_FAILED, Reason.NO_INSTANCE, what)
+
+    def _token(self, handle: RemoteHandle, token_id: int) -> None:
+        record, now_s = handle.record, asyncio.get_running_loop().time()
+        record.output_tokens += 1
+        if record.first_token_s is None:
+            record.first_token_s = now_s
+        elif record.last_token_s is not None:
+            record.itl_s.append(now_s - record.last_token_s)
+        record.last_token_s = now_s
+        handle.put(Token(token_id))
+
+    def _ended(self, handle: RemoteHandle, attempt: _Try, ended: pb.RequestEnded) -> None:
+        attempt.ended = ended
+        self._end_if_whole(handle)
+        if handle.record.outcome is None:
+            handle.timer = asyncio.get_running_loop().call_later(
+                self._settings.tokens_s, self._tokens_lost, handle
+            )
+
+    def _end_if_whole(self, handle: RemoteHandle) -> None:
+        attempt = handle.attempt
+        if attempt is None or attempt.ended is None or handle.record.outcome is not None:
+            return
+        wants_tokens = attempt.ended.outcome == Outcome.COMPLETED.value and handle.cancelled is None
+        if wants_tokens and handle.record.output_tokens < attempt.ended.output_token_count:
+            return
+        try:
+            outcome = note_ended(handle.record, attempt.ended)
+        except BadMessage as error:
+            log.exception("request %s", handle.record.request.request_id)
+            self._end(handle, Outcome.ENGINE_FAILED, None, str(error))
+            return
+        record = handle.record
+        self._end(handle, outcome, record.reason, record.detail)
+
+    def _tokens_lost(self, handle: RemoteHandle) -> None:
+        attempt = handle.attempt
+        assert attempt is not None
+        assert attempt.ended is not None
+        had, all_of_them = handle.record.output_tokens, attempt.ended.output_token_count
+        what = f"{all_of_them - had} of {all_of_them} tokens did not come"
+        self._end(handle, Outcome.ENGINE_FAILED, Reason.INSTANCE_LOST, what)
+
+    def _end(self, handle: RemoteHandle, outcome: Outcome, reason: Reason | None, detail: str = "") -> None:
+        record = handle.record
+        if record.outcome is not None:
+            return
+        self._stop_timer(handle)
+        self._live.pop(record.request.request_id, None)
+        if handle.attempt is not None:
+            self._tries.pop(handle.attempt.wire_id, None)
+        record.outcome, record.reason, record.detail = outcome, reason, detail
+        record.end_s = asyncio.get_running_loop().time()
+        self._outcomes[outcome] += 1
+        handle.put(Ended(record))
+        for observer in self._observers:
+            observer.ended(record)
+        if not self._live:
+            self._idle.set()
+
+    def _stop_timer(self, handle: RemoteHandle) -> None:
+        if handle.timer is not None:
+            handle.timer.cancel()
+            handle.timer = None
