@@ -160,6 +160,7 @@ def memory(spec: TrtLlmSpec) -> Memory:
     kv_min = -(-spec.context_tokens_max // spec.block_tokens) * spec.block_tokens
     if kv_bytes < engines * kv_min * per_token:
         raise BuildError(_does_not_fit(spec, fixed, engines * kv_min * per_token, usable))
+    _check_quantising(spec)
     kv_tokens = kv_bytes // (spec.block_tokens * per_token) * spec.block_tokens
     worst_bytes = kv_bytes - (high - low)
     worst = worst_bytes // (spec.block_tokens * per_token) * spec.block_tokens if worst_bytes > 0 else 0
@@ -172,6 +173,17 @@ def memory(spec: TrtLlmSpec) -> Memory:
     return Memory(
         usable, (*fixed, pool), per_token, kv_tokens, kv_min, worst if worst >= engines * kv_min else None
     )
+
+
+def _check_quantising(spec: TrtLlmSpec) -> None:
+    """Scales are measured on the GPU by the model in 16 bits. Raises BuildError where that does not fit."""
+    needed = _VALUE_BYTES * spec.shape.parameters + RESERVE_BYTES
+    if spec.quantisation is Quantisation.FP8 and needed > spec.gpu_memory_bytes:
+        raise BuildError(
+            f"{spec.model} can't be quantised on {spec.gpu}: its weights in 16 bits, by which scales are "
+            f"measured, take {needed / 1e9:.1f} GB with buffers, the GPU has "
+            f"{spec.gpu_memory_bytes / 1e9:.0f} GB; use a larger gpu"
+        )
 
 
 def _does_not_fit(spec: TrtLlmSpec, fixed: Iterable[Figure], kv_bytes: int, usable: int) -> str:

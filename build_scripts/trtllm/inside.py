@@ -98,6 +98,8 @@ def _explained(step: str, error: Exception) -> tuple[str, str]:
         )
     if "out of memory" in said.lower():
         return said, "free the GPU, or build with a smaller pass_tokens_max or with FP8"
+    if "no space left" in said.lower():
+        return said, "free space on the disk of --out; what is done stays"
     if isinstance(error, (TypeError, AttributeError)) or "Extra inputs are not permitted" in said:
         return f"tensorrt_llm refused the call of step {step} ({said})", _PIN
     return said, "read the log of the step"

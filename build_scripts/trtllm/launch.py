@@ -77,7 +77,8 @@ def run_inside(
     elif status is None:
         said = f"it did not end within {timeout_s:.0f} s; look for what it waits for, or raise the limit"
     else:
-        said = f"the process ended with {_status(status)} and no answer; read its log"
+        short = "; so the kernel ends what takes more memory than the host has" if status == -9 else ""
+        said = f"the process ended with {_status(status)} and no answer{short}; read its log"
     raise BuildError(f"{log.stem}: {said}\n{_shown(last, log)}")
 
 

@@ -204,6 +204,7 @@ def fetch(
     if not any_host:
         here = host or (GpuHost.current() if python is None else GpuHost.current(python))
         check_gpu_host(target, manifest, here)
+    _check_space(target, manifest)
     total, done = sum(file.size_bytes for file in manifest.files), 0
     for file in manifest.files:
         _download(
@@ -330,6 +331,15 @@ def _fresh_manifest(target: Path, text: str, url: str) -> GpuManifest:
         if found != manifest.bundle_id:
             raise BuildError(f"{target} holds the bundle {found}; fetch {url} into an empty directory")
     return manifest
+
+
+def _check_space(target: Path, manifest: GpuManifest) -> None:
+    """Raises BuildError where what is not here yet does not fit the disk."""
+    parts = (target / f"{file.name}.part" for file in manifest.files)
+    here = sum(path.stat().st_size for path in parts if path.is_file())
+    missing = sum(f.size_bytes for f in manifest.files if not (target / f.name).is_file())
+    if (needed := missing - here) > (free := shutil.disk_usage(target).free):
+        raise BuildError(f"{target}: {needed / 1e9:.1f} GB are to be fetched, {free / 1e9:.1f} GB are free")
 
 
 def _download(place: _Store, file: File, target: Path, through: Callable[[int], None]) -> None:

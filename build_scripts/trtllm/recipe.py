@@ -85,7 +85,8 @@ def convert_arguments(spec: TrtLlmSpec) -> dict[str, Any]:
             "hf_model_dir": "{checkpoint}",
             "output_dir": "{converted}",
             "dtype": spec.dtype,
-            # A directory is read as a data set with a split `train` and a column `text` [not verified].
+            # A directory is read as a data set with a split `train` and a column `text`
+            # (quantize_by_modelopt.py at 042c510d; not read at 1.2.1's tag).
             "calib_dataset": "cnn_dailymail" if spec.calibration_text is None else "{calibration_set}",
             "calib_batches": 512,
             "calib_batch_size": 1,

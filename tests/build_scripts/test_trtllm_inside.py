@@ -133,7 +133,9 @@ def test_a_failure_names_reason_remedy_and_the_last_lines(tmp_path: Path) -> Non
     [
         ("import os; print('so far', flush=True); os.kill(os.getpid(), 11)", "signal SIGSEGV"),
         ("import os; os._exit(7)", "status 7"),
+        ("import os; os.kill(os.getpid(), 9)", "signal SIGKILL and no answer.*memory.*host"),
         ("raise RuntimeError('CUDA error: out of memory')", "smaller pass_tokens_max"),
+        ("raise OSError(28, 'No space left on device')", "free space"),
         ("raise TypeError(\"got an unexpected keyword argument 'cat'\")", "'cat'.*exact version"),
     ],
 )

@@ -36,6 +36,7 @@ def spec(model: str = "Qwen2.5-7B", **options: Any) -> TrtLlmSpec:
     return trtllm_spec(model, OUT, **options)
 
 
+BIG_FP8 = {"model": "Qwen2.5-32B", "gpu": "L40S", "quantisation": "fp8", "context_tokens_max": 8_192}
 FP8 = spec(quantisation="fp8", calibration_text=Path("texts.txt"))
 
 
@@ -86,6 +87,13 @@ def test_fp8_scales_depend_on_the_gpu_and_the_texts() -> None:
     assert "convert" in changed(base, make_plan(FP8, replace(TARGET, gpu="H100")))
     assert "convert" in changed(base, make_plan(FP8, calibration_key="a hash"))
     assert "fetch" not in changed(base, make_plan(FP8, calibration_key="a hash"))
+
+
+def test_a_model_is_quantised_where_its_16_bits_fit() -> None:
+    """The FP8 engine fits the small GPU, what its scales are measured by does not."""
+    with pytest.raises(BuildError, match=r"can't be quantised on L40S.*67\.5 GB.*48 GB; use a larger gpu"):
+        make_plan(spec(**BIG_FP8))
+    make_plan(spec(**{**BIG_FP8, "gpu": "H100"}))
 
 
 @pytest.mark.parametrize("gemm", ["both", "plugin", "tensorrt"])
@@ -157,6 +165,10 @@ def test_what_fits_adds_up_and_what_does_not_says_what_to_change(
             make_plan(case)
         assert ("separate_lp" in str(error.value)) == separate_lp
         assert ("fp8" in str(error.value)) == (quantisation == "none")
+        return
+    if quantisation == "fp8" and 2 * case.shape.parameters + estimates.RESERVE_BYTES > GPUS[gpu][0]:
+        with pytest.raises(BuildError, match=f"can't be quantised on {gpu}.*larger gpu"):
+            make_plan(case)
         return
     memory = make_plan(case).memory
     block_bytes = case.block_tokens * memory.kv_bytes_per_token

@@ -16,15 +16,17 @@ import pytest
 
 from build_scripts.spec import BuildError
 from build_scripts.store import Store
-from build_scripts.trtllm import assemble, runner
+from build_scripts.trtllm import assemble, publish, runner
 from build_scripts.trtllm import job as job_module
 from build_scripts.trtllm.launch import run_inside
 from build_scripts.trtllm.spec import Quantisation, TrtLlmSpec, trtllm_spec
 from engines.bundle_base import BundleMismatch
+from engines.gpu_bundle import read_gpu_manifest
 from engines.gpu_host import Gpu, GpuHost
 from engines.trtllm_child.guard import installed
 from tests.build_scripts import trtllm_machine as machine
 from tests.build_scripts.trtllm_machine import Heard, build, opened
+from tests.engines.gpu_bundles import HOST, engine_bundle
 from tests.executor_fakes.package import write_package
 
 # --- what is left behind ---
@@ -282,3 +284,21 @@ def test_a_store_without_a_client_is_told_of_at_once(
 def test_options_that_can_not_be_meant_are_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(BuildError, match=said):
         trtllm_spec("Qwen2.5-7B", Path("bundles"), **options)
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fsspec")
+    bundle = engine_bundle(tmp_path / "bundle")
+    url = publish.publish(bundle, f"file://{tmp_path}/store")
+    size = sum(file.size_bytes for file in read_gpu_manifest(bundle).files)
+    free = [size - 1]
+    monkeypatch.setattr(publish.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    with pytest.raises(BuildError, match="are to be fetched"):
+        publish.fetch(url, tmp_path / "here", host=HOST)
+    assert list((tmp_path / "here").iterdir()) == []
+    free[0] = size
+    publish.fetch(url, tmp_path / "here", host=HOST)
+    free[0] = 0  # all is there
+    publish.fetch(url, tmp_path / "here", host=HOST)
