@@ -31,6 +31,8 @@ class Dispatcher:
         pass_ = self._pass(PassKind.PREFILL, items, plan.layer_block, plan.layer_blocks)
         flight = InFlight(pass_, plan.reason, plan.predicted_s)
         flight.partials_begun = sum(i.begins_partial for i in plan.items)
+        if instance.on_trial:
+            instance.takes_new = False
         self._send(instance, flight, plan.numbers, start_s, staged=staged)
 
     def decode(self, instance: Instance, step: DecodeStep, reason: Reason, start_s: float) -> None:

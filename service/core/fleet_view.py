@@ -3,8 +3,8 @@
 Backlog is predicted prefill time that waits, each request alone (`Tracked.service_s`). What is bound to an
 instance counts there: prompts between chunks, and requests that an early-binding policy has placed. What
 waits unbound may be served by several, and is split evenly: a short request over the SP and mixed instances,
-a long one over LP and mixed, either over all where there are none of these. So the backlogs sum to the
-predicted time of everything that waits.
+a long one over LP and mixed, in either case those that take new requests, and over all where there are none
+of these. So the backlogs sum to the predicted time of everything that waits.
 
 Rates count what was accepted; `arrivals` counts refused requests too.
 """
@@ -109,7 +109,8 @@ def _waiting(scheduler: PrefillScheduler, now_s: float) -> dict[str, _Waiting]:
         else:
             shared[tracked.lane].append(tracked)
     for lane, requests in shared.items():
-        servers = [n for n, i in scheduler.instances.items() if i.role in _SERVES[lane]] or list(found)
+        taking = [(n, i) for n, i in scheduler.instances.items() if i.takes_new]
+        servers = [n for n, i in taking if i.role in _SERVES[lane]] or list(found)
         for index, name in enumerate(servers):
             _add(found[name], requests, len(servers), now_s + sigma_s)
             found[name].count += len(requests) // len(servers) + (index < len(requests) % len(servers))

@@ -68,6 +68,9 @@ class LengthAwarePolicy:
         self._led.discard(instance.instance_id)
         self._depth_bounds.pop(instance.instance_id, None)
 
+    def closed(self, instance: Instance, now_s: float) -> None:
+        self._placement.pass_over(instance.instance_id)
+
     def add(self, tracked: Tracked, now_s: float, *, arrival: bool) -> None:
         self._lanes[tracked.lane].add(tracked, tracked.instance_id)
         if arrival:
@@ -187,8 +190,10 @@ class LengthAwarePolicy:
     def _first(self, lane: Lane, instance: Instance, now_s: float, count: int) -> list[Tracked]:
         """The first `count` of the lane that may run here and have no better instance to wait for."""
         queue = self._lanes[lane]
-        if serves(instance, lane):
-            view: Iterable[Tracked] = queue.in_order(now_s, instance.instance_id)
+        if not instance.takes_new:
+            view: Iterable[Tracked] = queue.only_for(instance.instance_id)
+        elif serves(instance, lane):
+            view = queue.in_order(now_s, instance.instance_id)
         else:
             view = chain(queue.only_for(instance.instance_id), self._spill.taken(instance, lane, now_s))
         looked_at = list(islice(view, count))  # the queue changes while we look

@@ -1,8 +1,10 @@
-"""Legal transitions of requests, hand-overs and instances: one table each, the only place that says them.
+"""Legal transitions of requests, hand-overs, instances and their health: one table each, the only place that
+says them.
 
 request    QUEUED -> STAGED -> PREFILLING -> (PARTIAL -> ...) -> DECODING -> ENDED
 hand-over  PREFILLED -> OFFERED -> PULLED -> DONE, or EXPIRED, FAILED
 instance   UP -> DRAINING -> DOWN
+health     HEALTHY -> SUSPECT -> EJECTED -> HALF_OPEN -> HEALTHY (`outlier`)
 """
 
 from __future__ import annotations
@@ -38,7 +40,16 @@ class InstanceState(StrEnum):
     DOWN = "down"
 
 
-_R, _H, _I = RequestState, HandoverState, InstanceState
+class HealthState(StrEnum):
+    """Of an instance that is up, by how long its passes take (`outlier`)."""
+
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"  # slow so far; it works as before
+    EJECTED = "ejected"  # takes nothing new, what it holds goes on
+    HALF_OPEN = "half_open"  # may take one pass, by which it is judged
+
+
+_R, _H, _I, _E = RequestState, HandoverState, InstanceState, HealthState
 
 REQUEST: Mapping[RequestState, frozenset[RequestState]] = {
     _R.QUEUED: frozenset({_R.STAGED, _R.PREFILLING, _R.ENDED}),
@@ -62,6 +73,13 @@ INSTANCE: Mapping[InstanceState, frozenset[InstanceState]] = {
     _I.UP: frozenset({_I.DRAINING, _I.DOWN}),
     _I.DRAINING: frozenset({_I.UP, _I.DOWN}),
     _I.DOWN: frozenset({_I.UP}),
+}
+
+HEALTH: Mapping[HealthState, frozenset[HealthState]] = {
+    _E.HEALTHY: frozenset({_E.SUSPECT}),
+    _E.SUSPECT: frozenset({_E.HEALTHY, _E.EJECTED}),
+    _E.EJECTED: frozenset({_E.HALF_OPEN, _E.SUSPECT}),  # SUSPECT: the fleet has shrunk, it is needed
+    _E.HALF_OPEN: frozenset({_E.HEALTHY, _E.EJECTED, _E.SUSPECT}),
 }
 
 

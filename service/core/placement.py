@@ -110,7 +110,7 @@ class Placement:
         best: _Placed | None = None
         best_s = self._settings.safety_s
         for place, there_s in places:
-            if place is instance or not place.kv.fits(tracked.kv_tokens_max):
+            if place is instance or not (place.takes_new and place.kv.fits(tracked.kv_tokens_max)):
                 continue
             start_s = free_s(place, now_s) + self._work_ahead_s(tracked, place)
             saved_s = (here_s - there_s) * others

@@ -57,6 +57,8 @@ class Instance:
         self.place = place  # in the order in which instances joined
         self.state = InstanceState.UP
         self.role = spec.role  # written by the scheduler at RoleChanged
+        self.takes_new = True  # requests that hold nothing here yet; written by `outlier` and the dispatcher
+        self.on_trial = False  # its next pass with new requests is the last before it is judged
         self.pricer = Pricer(spec.cost, spec.profiles)
         self.kv = KvBudget(spec.capabilities.kv_blocks_total, spec.capabilities.block_tokens)
         self.prefix = PrefixIndex(spec.capabilities.block_tokens, prefixes)
@@ -132,9 +134,12 @@ class Instance:
         return limit
 
     def may_take(self, tracked: Tracked) -> bool:
-        """Whether the request can run here at all: not bound elsewhere, and no larger than this instance."""
+        """Whether the request can run here: not bound elsewhere, no larger than this instance, and bound here
+        already where it takes nothing new."""
         if tracked.instance_id is not None:
             return tracked.instance_id == self.instance_id
+        if not self.takes_new:
+            return False
         fits = tracked.kv_tokens_max <= self._tokens_max
         return fits and (self._decodes or tracked.request.max_new_tokens == 1)
 
@@ -264,3 +269,11 @@ class BindsEarly(Protocol):
 
     def bound_to(self, instance_id: str) -> Iterator[Tracked]:
         """The waiting requests that are meant for the instance."""
+
+
+@runtime_checkable
+class PlacesAnew(Protocol):
+    """A policy that means waiting requests for one instance before they begin."""
+
+    def closed(self, instance: Instance, now_s: float) -> None:
+        """`instance` takes nothing new from now on: who was meant for it and has not begun is placed anew."""

@@ -1,8 +1,9 @@
 """Roles as a preference: which instances serve a lane, and when the next of them is free.
 
 An SP instance prefers shorts, an LP instance longs, a MIXED one takes both. A pool here is what serves a
-lane: its own role and the mixed. One look at all instances tells both pools; it is taken at most once a
-turn, and only when an instance that is free asks about other instances. Where all are mixed nobody asks.
+lane: its own role and the mixed, without those that take nothing new. One look at all instances tells both
+pools; it is taken at most once a turn, and only when an instance that is free asks about other instances.
+Where all are mixed nobody asks.
 
 When a busy instance is free is predicted from its passes. One that runs longer than predicted is expected to
 need as long again as it is late, so that nobody waits for ever for an instance that hangs.
@@ -103,7 +104,9 @@ class Pools:
         it still is, and nobody has to look at all of them."""
         known = self._known_idle.get(lane)
         if known is not None and known is not instance and known.running is None and serves(known, lane):
-            return known
+            if known.takes_new:
+                return known
+            del self._known_idle[lane]
         idle = list(self.of(lane, now_s).idle_beside(instance))
         if idle:
             self._known_idle[lane] = idle[-1]  # the first are given work first
@@ -118,6 +121,8 @@ class Pools:
     def _look(self, now_s: float) -> dict[Lane, Pool]:
         pools = {lane: Pool() for lane in Lane}
         for instance in self._instances.values():
+            if not instance.takes_new:
+                continue
             own = OWN_LANE.get(instance.role)
             for pool in pools.values() if own is None else (pools[own],):
                 pool.add(instance, now_s)

@@ -18,7 +18,8 @@ from engines.types import ItemResult, PassKind
 from service.core.dispatcher import Dispatcher
 from service.core.intake import Intake
 from service.core.lifecycle import RequestState
-from service.core.policy import Instance, PrefillPolicy
+from service.core.outlier import Outliers
+from service.core.policy import Instance, PlacesAnew, PrefillPolicy
 from service.core.prefix_index import PrefixTable
 from service.core.settings import LatePolicy, SchedulerSettings
 from service.core.timeouts import Timeout, Timeouts
@@ -72,6 +73,7 @@ class PrefillScheduler:
         self._outbox: list[Command] = []
         self._last = WaitUntil(math.inf, Reason.DEADLINE_PASSED)  # often the same from poll to poll
         self.turns = Turns(settings, policy, Dispatcher(policy, self._emit), self._emit)
+        self.outliers = Outliers(settings)
         self._no_instance_since_s = -math.inf
         self._handlers: Mapping[type[Event], Callable[..., None]] = {
             Submit: self._submit,
@@ -103,6 +105,11 @@ class PrefillScheduler:
             if self.settings.late_policy is LatePolicy.REFUSE and tracked.state is RequestState.QUEUED:
                 self._reject(tracked, Outcome.REJECTED_LATE, Reason.TARGET_UNREACHABLE, now_s)
         wake_s, why = self._timeouts.next_s, Reason.DEADLINE_PASSED
+        if self.outliers.next_s < math.inf:
+            for instance in self.outliers.due(now_s):
+                self.turns.touch(instance)
+            if self.live and self.outliers.next_s < wake_s:
+                wake_s, why = self.outliers.next_s, Reason.WAITING_FOR_INSTANCE
         if not self.instances and self.live:
             wake_s, why = min((wake_s, why), (self._give_up(now_s), Reason.NO_INSTANCE))
         wait = self.turns.take(self._arrivals, now_s)
@@ -222,10 +229,13 @@ class PrefillScheduler:
 
     def _finished(self, event: PassFinished, now_s: float) -> None:
         instance = self.instances.get(event.instance_id)
-        completes = instance is None or instance.running is None or instance.running.pass_.completes
+        flight = instance.running if instance is not None else None
         instance = self._over(event.instance_id, event.result.pass_id)
-        if instance is None:
+        if instance is None or flight is None:
             return
+        completes = flight.pass_.completes
+        if self.outliers.ran(instance, flight, event.result, now_s):
+            self._closed(instance, now_s)
         instance.busy_s += event.result.elapsed_s
         decode = event.result.kind is PassKind.DECODE
         (instance.decode.ran_step if decode else instance.decode.ran_prefill)(event.result.elapsed_s)
@@ -282,6 +292,8 @@ class PrefillScheduler:
         if instance is None or flight is None:
             return
         instance.busy_s += now_s - min(now_s, flight.start_s)
+        if self.outliers.failed(instance, now_s):
+            self._closed(instance, now_s)
         for request_id in dict.fromkeys([*event.lost, *(i.request_id for i in flight.pass_.items)]):
             tracked = self.live.get(request_id)
             if tracked is None:
@@ -350,6 +362,7 @@ class PrefillScheduler:
         self.instances[instance_id] = instance
         self._intake.changed()
         self.turns.touch(instance)
+        self.outliers.joined(instance)
         self.policy.instance_up(instance, now_s)
 
     def _instance_down(self, event: InstanceDown, now_s: float) -> None:
@@ -359,6 +372,8 @@ class PrefillScheduler:
         instance.prefix.forget()
         self._intake.changed()
         self.turns.left(instance)
+        for needed in self.outliers.left(instance):
+            self.turns.touch(needed)
         self.policy.instance_down(instance, now_s)
         self._unheard = {r: i for r, i in self._unheard.items() if i != event.instance_id}
         self._no_instance_since_s = now_s
@@ -367,6 +382,11 @@ class PrefillScheduler:
             self._lose(tracked, instance, now_s, Reason.INSTANCE_LOST, event.error)
         gone = event.instance_id  # nothing that is still to be said reaches it
         self._outbox = [c for c in self._outbox if getattr(c, "instance_id", None) != gone]
+
+    def _closed(self, instance: Instance, now_s: float) -> None:
+        """The instance takes nothing new for a while (`outlier`)."""
+        if isinstance(self.policy, PlacesAnew):
+            self.policy.closed(instance, now_s)
 
     def _role_changed(self, event: RoleChanged, now_s: float) -> None:
         if event.instance_id in self.instances:

@@ -75,11 +75,20 @@ class SchedulerSettings:
     no_instance_s_max: float = 2.0  # with no instance up, live requests are given up after this
     retry_after_s: float = 1.0  # told to refused clients when no better estimate is at hand
 
+    # slow and silent instances
+    outlier_ratio: float = 4.0  # slower than its peers by this: gets no new work; 0: never
+    outlier_passes_min: int = 8  # judged by so many passes at least, and by twice as many at most
+    outlier_share_max: float = 0.34  # of the instances of a kind, that may be without new work at a time
+    outlier_eject_s: float = 10.0  # until it is tried with one pass; doubles with every trial that fails
+    hang_ratio: float = 30.0  # a pass this many times as long as predicted is not coming back; 0: never
+    hang_s_min: float = 10.0  # and not before so many seconds
+
     def __post_init__(self) -> None:
         positive = {"ttft_target_short_s", "group_requests_max", "long_chunk_s_max", "age_bound_s"}
         positive |= {"spill_chunk_s_max", "rate_memory_s"}
         positive |= {"budget_tokens", "itl_bound_s", "queue_requests_max", "queue_tokens_max"}
         positive |= {"queue_age_s_max", "partial_requests_max"}
+        positive |= {"outlier_passes_min", "outlier_eject_s", "hang_s_min"}
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, StrEnum):
@@ -91,6 +100,9 @@ class SchedulerSettings:
             raise ValueError(
                 f"window_s_min ({self.window_s_min}) must not exceed window_s_max ({self.window_s_max})"
             )
-        for name in ("decode_share_min", "queue_short_share"):
+        for name in ("decode_share_min", "queue_short_share", "outlier_share_max"):
             if getattr(self, name) >= 1.0:
                 raise ValueError(f"{name} must be below 1, got {getattr(self, name)}")
+        for name in ("outlier_ratio", "hang_ratio"):
+            if 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be 0 or above 1, got {getattr(self, name)}")

@@ -124,6 +124,8 @@ class Turns:
         for instance in self._open.values():
             if not waiting:
                 break
+            if not (instance.takes_new or instance.partial or instance.decode.running):
+                continue
             free = instance.running is None
             wait = self._choose(instance, now_s) if free else self._stage(instance, now_s)
             if instance.running is not None if free else instance.staged is not None:

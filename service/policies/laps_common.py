@@ -191,7 +191,7 @@ class LapsPolicy:
     def _unserved_lanes(self, now_s: float) -> frozenset[Lane]:
         """Classes that no instance may run, looked for once at each moment."""
         if self._unserved[0] != now_s:
-            roles = {instance.role for instance in self._instances.values()}
+            roles = {instance.role for instance in self._instances.values() if instance.takes_new}
             served = {Role.SP: Lane.SHORT, Role.LP: Lane.LONG}
             open_lanes = set(Lane) if Role.MIXED in roles else {served[role] for role in roles}
             self._unserved = (now_s, frozenset(set(Lane) - open_lanes))

@@ -88,6 +88,7 @@ class Routed:
         self._load = {lane: [0, 0] for lane in Lane}  # requests, prompt tokens
         self._up: list[Station] = []  # the same, in a list
         self._kinds: Counter[tuple[Capabilities, Profiles]] = Counter()  # one kind takes the same requests
+        self._closed: set[str] = set()  # instances that take nothing new, and some that do again
 
     # --- the fleet ---
 
@@ -106,6 +107,7 @@ class Routed:
     def instance_down(self, instance: Instance, now_s: float) -> None:
         station = self._stations.pop(instance.instance_id)
         self._up.remove(station)
+        self._closed.discard(instance.instance_id)
         self._kinds -= Counter([_kind(station)])
         self._router.left(station)
         while station.sent:
@@ -117,6 +119,13 @@ class Routed:
                 tracked, now_s, arrival=True
             )  # nowhere if its KV was here: the scheduler takes it back
 
+    def closed(self, instance: Instance, now_s: float) -> None:
+        self._closed.add(instance.instance_id)
+        meant = (t for t in self._stations[instance.instance_id].policy.waiting() if t.instance_id is None)
+        for tracked in sorted(meant, key=lambda t: t.seq):
+            self._take_out(tracked)
+            self._place(tracked, now_s, arrival=True)
+
     # --- the queues ---
 
     def add(self, tracked: Tracked, now_s: float, *, arrival: bool) -> None:
@@ -127,6 +136,10 @@ class Routed:
         self._count(tracked, -1)
         if self._unplaced.pop(tracked.request_id, None) is not None:
             return
+        self._take_out(tracked)
+
+    def _take_out(self, tracked: Tracked) -> None:
+        """Of the queue of its instance."""
         station, (new, history) = self._where.pop(tracked.request_id)
         station.policy.remove(tracked)
         station.waiting -= 1
@@ -177,11 +190,14 @@ class Routed:
         if tracked.instance_id is not None:
             return self._stations.get(tracked.instance_id)
         station, failures = self._sent_to.get(tracked.request_id, (None, 0))
+        if station is None or not station.instance.takes_new:
+            return None
         return station if tracked.failures == failures else None
 
     def _routed(self, tracked: Tracked, now_s: float) -> Station | None:
         stations = self._up
-        if len(self._kinds) > 1:
+        self._closed = {name for name in self._closed if not self._stations[name].instance.takes_new}
+        if len(self._kinds) > 1 or self._closed:
             stations = [station for station in stations if station.instance.may_take(tracked)]
         elif stations and not stations[0].instance.may_take(tracked):
             return None

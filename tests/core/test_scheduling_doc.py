@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from service.core.lifecycle import HANDOVER, INSTANCE, REQUEST, HandoverState, InstanceState, RequestState
+from service.core.lifecycle import (
+    HANDOVER,
+    HEALTH,
+    INSTANCE,
+    REQUEST,
+    HandoverState,
+    HealthState,
+    InstanceState,
+    RequestState,
+)
 from service.core.pressure import PressureSettings
 from service.core.settings import SchedulerSettings
 
@@ -28,8 +37,13 @@ def diagram(table: Mapping[StrEnum, frozenset[StrEnum]], start: StrEnum) -> str:
 
 @pytest.mark.parametrize(
     ("table", "start"),
-    [(REQUEST, RequestState.QUEUED), (HANDOVER, HandoverState.PREFILLED), (INSTANCE, InstanceState.UP)],
-    ids=["request", "hand-over", "instance"],
+    [
+        (REQUEST, RequestState.QUEUED),
+        (HANDOVER, HandoverState.PREFILLED),
+        (INSTANCE, InstanceState.UP),
+        (HEALTH, HealthState.HEALTHY),
+    ],
+    ids=["request", "hand-over", "instance", "health"],
 )
 def test_diagrams_are_the_tables(table: Mapping[StrEnum, frozenset[StrEnum]], start: StrEnum) -> None:
     """Each diagram in the page is the one drawn from `service/core/lifecycle.py`."""
