@@ -72,7 +72,7 @@ def check_pass(
     answered: Callable[[str], bool | None],
     prompt_tokens: Callable[[str], int] | None = None,
 ) -> None:
-    """What every engine refuses before it runs a pass. Raises ValueError, KeyError for an unknown request.
+    """What every engine refuses before it runs a pass. Raises ValueError, KeyError with all unknown requests.
 
     answered: whether a request has its first token, so that it decodes; None where it is not known.
     prompt_tokens: of a known request. An engine that takes each part of a prompt as a request of its own
@@ -87,11 +87,11 @@ def check_pass(
         raise ValueError(f"{what}: {len(ids)} items; at most {limits.requests_max}")
     if decode and limits.decode is DecodeMode.NONE:
         raise ValueError(f"{what}: this engine does not decode")
+    if unknown := [name for name in ids if answered(name) is None]:
+        raise KeyError(*unknown)
     by_blocks = limits.chunking is Chunking.PREFIX_REUSE and not decode
     for item in pass_.items:
         has_token = answered(item.request_id)
-        if has_token is None:
-            raise KeyError(item.request_id)
         if item.new_tokens < 1 or (decode and item.new_tokens != 1):
             raise ValueError(f"{what}: new_tokens of {item.request_id} is {item.new_tokens}")
         if has_token is not decode:

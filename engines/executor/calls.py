@@ -51,7 +51,7 @@ class InFlight:
     blocks: its whole need. stream: of a real call, its answer; None for a part. mark: of the ledger, when it
     was sent. names: chain hashes of its request's prompt. deadline_s: for the first token of a hand-over.
     copies: names of blocks that it computes though they are cached or another call holds them, as the last
-    of a prompt that is there to its end: these it has for itself. held, private: blocks counted as held for it.
+    of a prompt that is there to its end: it has these for itself. held, private: blocks counted as its own.
     """
 
     call: Call

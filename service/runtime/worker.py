@@ -243,6 +243,11 @@ class TimedRunner:
 
 
 def _as_outcome(error: Exception) -> Exception:
-    """A request or pass that the engine refused before it ran anything fails that pass, not the engine."""
-    refused = isinstance(error, ValueError | KeyError)
-    return PassError(f"{type(error).__name__}: {error}", ()) if refused else error
+    """A request or pass that the engine refused before it ran anything fails that pass, not the engine.
+
+    Unknown requests have lost their KV, with an executor that was restarted while their pass was staged.
+    """
+    if isinstance(error, KeyError):
+        unknown = tuple(str(name) for name in error.args)
+        return PassError(f"the engine does not know {', '.join(unknown)}", unknown)
+    return PassError(f"ValueError: {error}", ()) if isinstance(error, ValueError) else error

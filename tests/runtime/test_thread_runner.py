@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 
+from engines.base import PassError
 from engines.simulated import SimulatedEngine, SimulatedModel
 from engines.simulated_settings import Behaviour, Fault, small_cpu_like
-from engines.types import EngineRequest, EngineStats, Pass, PassResult, Sampling
+from engines.types import EngineRequest, EngineStats, Pass, PassItem, PassKind, PassResult, Sampling
 from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec, Outcome, Request
 from service.policies import make_scheduler
@@ -139,6 +140,19 @@ async def test_an_engine_that_can_not_say_how_it_is_counts_as_lost() -> None:
         record = await ended(submit(pump))
         assert record.outcome is Outcome.ENGINE_FAILED
         assert pump.snapshot().instances[0].state == "down"
+
+
+async def test_requests_that_the_engine_no_longer_knows_are_named_as_lost() -> None:
+    """A pass was staged when an executor was restarted: who is unknown in it begins anew, the others go on."""
+    runner, outcome = ThreadRunner(GatedEngine()), asyncio.get_running_loop().create_future()
+    new = EngineRequest("new", tuple(range(3, 43)), 3)
+    items = tuple(PassItem(name, 10, 0) for name in ("gone", "new", "gone too"))
+    runner.run(Pass(1, PassKind.PREFILL, items), [new], lambda what, _: outcome.set_result(what))
+    error = await asyncio.wait_for(outcome, WAIT_S_MAX)
+    assert isinstance(error, PassError)
+    assert error.request_ids == ("gone", "gone too")
+    assert "gone too" in str(error)
+    await runner.close()
 
 
 async def test_closing_in_a_pass_ends_the_request_at_once_and_the_engine_after_it() -> None:
