@@ -53,6 +53,7 @@ class MoveReason(StrEnum):
     MERGE = "merge"  # separation is predicted to lose: pools are merged
     PENDING_RATIO = "pending_ratio"  # the rule of the LAPS artifact
     PINNED = "pinned"  # an operator said so
+    OVERDUE = "overdue"  # a move was not carried out in time: back to the role that the instance has
 
 
 @dataclass(frozen=True, slots=True)

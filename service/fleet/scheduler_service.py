@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 from engines.types import Capabilities, Pass, PassResult
 from protos.plaserve.v1 import scheduler_pb2 as pb
 from service.core.types import Dispatch, Reason
+from service.fleet.load import LoadReport
 from service.fleet.requests_convert import (
     BadMessage,
     accepted_of,
@@ -68,8 +69,16 @@ class _FrontEnd:
 class SchedulerServicer:
     """The servicer of `SchedulerService`, and an observer of the runtime (it must hear of dispatches)."""
 
-    def __init__(self, runtime: Runtime, identity: SchedulerIdentity, *, relay: bool) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        identity: SchedulerIdentity,
+        *,
+        relay: bool,
+        load: LoadReport | None = None,
+    ) -> None:
         self._runtime = runtime
+        self._load = load
         self._identity = identity
         self._relay = relay
         self._owner: dict[str, _FrontEnd] = {}  # wire id -> whose
@@ -89,7 +98,17 @@ class SchedulerServicer:
         method = grpc.stream_stream_rpc_method_handler(
             self.requests, _lenient, pb.SchedulerMessage.SerializeToString
         )
-        return grpc.method_handlers_generic_handler("plaserve.v1.SchedulerService", {"Requests": method})
+        methods = {"Requests": method}
+        if self._load is not None:
+            methods["GetLoad"] = grpc.unary_unary_rpc_method_handler(
+                self.get_load, pb.GetLoadRequest.FromString, pb.GetLoadResponse.SerializeToString
+            )
+        return grpc.method_handlers_generic_handler("plaserve.v1.SchedulerService", methods)
+
+    async def get_load(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
+        assert self._load is not None
+        self._load.active = self.active
+        return self._load.look(request.observer_id)
 
     async def requests(
         self, messages: AsyncIterator[pb.FrontEndMessage | None], context: Context

@@ -10,6 +10,50 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class GetLoadRequest(_message.Message):
+    __slots__ = ("observer_id",)
+    OBSERVER_ID_FIELD_NUMBER: _ClassVar[int]
+    observer_id: str
+    def __init__(self, observer_id: _Optional[str] = ...) -> None: ...
+
+class GetLoadResponse(_message.Message):
+    __slots__ = ("epoch", "active", "instances", "short_requests_per_s", "long_requests_per_s", "short_work_s_per_s", "long_work_s_per_s", "arrival_count")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    SHORT_REQUESTS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LONG_REQUESTS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SHORT_WORK_S_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LONG_WORK_S_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_COUNT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    active: bool
+    instances: _containers.RepeatedCompositeFieldContainer[InstanceLoad]
+    short_requests_per_s: float
+    long_requests_per_s: float
+    short_work_s_per_s: float
+    long_work_s_per_s: float
+    arrival_count: int
+    def __init__(self, epoch: _Optional[int] = ..., active: _Optional[bool] = ..., instances: _Optional[_Iterable[_Union[InstanceLoad, _Mapping]]] = ..., short_requests_per_s: _Optional[float] = ..., long_requests_per_s: _Optional[float] = ..., short_work_s_per_s: _Optional[float] = ..., long_work_s_per_s: _Optional[float] = ..., arrival_count: _Optional[int] = ...) -> None: ...
+
+class InstanceLoad(_message.Message):
+    __slots__ = ("instance_id", "role", "backlog_s", "at_risk_ratio", "utilisation", "waiting_count", "cached_s")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_S_FIELD_NUMBER: _ClassVar[int]
+    AT_RISK_RATIO_FIELD_NUMBER: _ClassVar[int]
+    UTILISATION_FIELD_NUMBER: _ClassVar[int]
+    WAITING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_S_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    role: str
+    backlog_s: float
+    at_risk_ratio: float
+    utilisation: float
+    waiting_count: int
+    cached_s: float
+    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[str] = ..., backlog_s: _Optional[float] = ..., at_risk_ratio: _Optional[float] = ..., utilisation: _Optional[float] = ..., waiting_count: _Optional[int] = ..., cached_s: _Optional[float] = ...) -> None: ...
+
 class FrontEndMessage(_message.Message):
     __slots__ = ("hello", "submit", "cancel")
     HELLO_FIELD_NUMBER: _ClassVar[int]

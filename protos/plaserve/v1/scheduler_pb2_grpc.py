@@ -39,6 +39,11 @@ class SchedulerServiceStub:
                 request_serializer=protos_dot_plaserve_dot_v1_dot_scheduler__pb2.FrontEndMessage.SerializeToString,
                 response_deserializer=protos_dot_plaserve_dot_v1_dot_scheduler__pb2.SchedulerMessage.FromString,
                 _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/plaserve.v1.SchedulerService/GetLoad',
+                request_serializer=protos_dot_plaserve_dot_v1_dot_scheduler__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=protos_dot_plaserve_dot_v1_dot_scheduler__pb2.GetLoadResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -51,6 +56,13 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLoad(self, request, context):
+        """What a role controller looks at. Rates are since the last look of the same `observer_id`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +70,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Requests,
                     request_deserializer=protos_dot_plaserve_dot_v1_dot_scheduler__pb2.FrontEndMessage.FromString,
                     response_serializer=protos_dot_plaserve_dot_v1_dot_scheduler__pb2.SchedulerMessage.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=protos_dot_plaserve_dot_v1_dot_scheduler__pb2.GetLoadRequest.FromString,
+                    response_serializer=protos_dot_plaserve_dot_v1_dot_scheduler__pb2.GetLoadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +104,33 @@ class SchedulerService:
             '/plaserve.v1.SchedulerService/Requests',
             protos_dot_plaserve_dot_v1_dot_scheduler__pb2.FrontEndMessage.SerializeToString,
             protos_dot_plaserve_dot_v1_dot_scheduler__pb2.SchedulerMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/plaserve.v1.SchedulerService/GetLoad',
+            protos_dot_plaserve_dot_v1_dot_scheduler__pb2.GetLoadRequest.SerializeToString,
+            protos_dot_plaserve_dot_v1_dot_scheduler__pb2.GetLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,144 @@
+"""The load of a shard, from its scheduler to whoever decides on roles.
+
+Rates count from one look to the next of the same observer, so each observer has counters of its own; those of
+observers that no longer look are dropped. A shard that does not answer in time has no load to decide on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc.aio
+
+from protos.plaserve.v1 import scheduler_pb2 as pb
+from service.core.fleet_view import Totals, observe, totals
+from service.core.reconcile import FleetView, InstanceLoad
+from service.core.scheduler import PrefillScheduler
+from service.core.types import Role
+from service.fleet.requests_convert import BadMessage
+
+METHOD = "/plaserve.v1.SchedulerService/GetLoad"
+OBSERVERS_MAX = 16
+TIMEOUT_S = 1.0
+
+
+class LoadSource(Protocol):
+    """Where a controller gets what it looks at."""
+
+    async def load(self, shard: str) -> FleetView | None:
+        """None: the shard has no active scheduler, or it does not answer."""
+
+
+class LoadReport:
+    """On the side of the scheduler. Call in the loop that drives it."""
+
+    def __init__(self, scheduler: PrefillScheduler, epoch: int, clock: Callable[[], float]) -> None:
+        self._scheduler = scheduler
+        self._epoch = epoch
+        self._clock = clock
+        self._before: OrderedDict[str, Totals] = OrderedDict()
+        self.active = True
+
+    def look(self, observer_id: str) -> pb.GetLoadResponse:
+        now_s = self._clock()
+        before = self._before.pop(observer_id, None) or totals(self._scheduler, now_s)
+        view, self._before[observer_id] = observe(self._scheduler, before, now_s)
+        if len(self._before) > OBSERVERS_MAX:
+            self._before.popitem(last=False)
+        return to_proto(view, self._epoch, active=self.active)
+
+
+class GrpcLoadSource:
+    """locate: the address of a shard's active scheduler, None where there is none."""
+
+    def __init__(
+        self,
+        observer_id: str,
+        locate: Callable[[str], str | None],
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._observer_id = observer_id
+        self._locate = locate
+        self._credentials = credentials
+        self._channels: dict[str, grpc.aio.Channel] = {}  # by address
+
+    async def load(self, shard: str) -> FleetView | None:
+        address = self._locate(shard)
+        if address is None:
+            return None
+        call = self._channel(address).unary_unary(
+            METHOD,
+            request_serializer=pb.GetLoadRequest.SerializeToString,
+            response_deserializer=pb.GetLoadResponse.FromString,
+        )
+        try:
+            answer = await call(pb.GetLoadRequest(observer_id=self._observer_id), timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return None
+        return from_proto(answer) if answer.active else None
+
+    async def close(self) -> None:
+        channels, self._channels = self._channels, {}
+        await asyncio.gather(*(channel.close() for channel in channels.values()))
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            if self._credentials is None:
+                self._channels[address] = grpc.aio.insecure_channel(address)
+            else:
+                self._channels[address] = grpc.aio.secure_channel(address, self._credentials)
+        return self._channels[address]
+
+
+def to_proto(view: FleetView, epoch: int, *, active: bool) -> pb.GetLoadResponse:
+    return pb.GetLoadResponse(
+        epoch=epoch,
+        active=active,
+        instances=[
+            pb.InstanceLoad(
+                instance_id=load.instance_id,
+                role=load.role.value,
+                backlog_s=load.backlog_s,
+                at_risk_ratio=load.at_risk_ratio,
+                utilisation=load.utilisation,
+                waiting_count=load.requests_waiting,
+                cached_s=load.cached_s,
+            )
+            for load in view.instances
+        ],
+        short_requests_per_s=view.short_requests_per_s,
+        long_requests_per_s=view.long_requests_per_s,
+        short_work_s_per_s=view.short_work_s_per_s,
+        long_work_s_per_s=view.long_work_s_per_s,
+        arrival_count=view.arrivals,
+    )
+
+
+def from_proto(answer: pb.GetLoadResponse) -> FleetView:
+    """Raises BadMessage."""
+    try:
+        instances = tuple(
+            InstanceLoad(
+                load.instance_id,
+                Role(load.role),
+                load.backlog_s,
+                load.at_risk_ratio,
+                load.utilisation,
+                load.waiting_count,
+                load.cached_s,
+            )
+            for load in answer.instances
+        )
+    except ValueError as error:
+        raise BadMessage(f"instances.role: {error}") from None
+    return FleetView(
+        instances,
+        answer.short_requests_per_s,
+        answer.long_requests_per_s,
+        answer.short_work_s_per_s,
+        answer.long_work_s_per_s,
+        answer.arrival_count,
+    )
