@@ -143,7 +143,7 @@ async def test_an_engine_that_can_not_say_how_it_is_counts_as_lost() -> None:
 
 
 async def test_requests_that_the_engine_no_longer_knows_are_named_as_lost() -> None:
-    """A pass was staged when an executor was restarted: who is unknown in it begins anew, the others go on."""
+    """A pass was staged when an executor was restarted: who is unknown begins anew, the others go on."""
     runner, outcome = ThreadRunner(GatedEngine()), asyncio.get_running_loop().create_future()
     new = EngineRequest("new", tuple(range(3, 43)), 3)
     items = tuple(PassItem(name, 10, 0) for name in ("gone", "new", "gone too"))
