@@ -95,18 +95,18 @@ async def wait(clock: Clock, event: asyncio.Event, seconds: float) -> bool:
     """Until the event is set (true) or so many seconds of `clock` are over (false)."""
     if event.is_set():
         return True
-    loop = asyncio.get_running_loop()
-    over: asyncio.Future[bool] = loop.create_future()
-
-    def end() -> None:
-        if not over.done():
-            over.set_result(False)
-
-    timer = clock.call_at(clock.now_s() + seconds, end)
-    waiter = loop.create_task(event.wait())
+    over = asyncio.Event()
+    timer = clock.call_at(clock.now_s() + seconds, over.set)
+    tasks = [asyncio.ensure_future(each.wait()) for each in (event, over)]
     try:
-        await asyncio.wait({over, waiter}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return event.is_set()
     finally:
         timer.cancel()
-        waiter.cancel()
+        for task in tasks:
+            task.cancel()
+
+
+async def sleep(clock: Clock, seconds: float) -> None:
+    """So many seconds of `clock`."""
+    await wait(clock, asyncio.Event(), seconds)

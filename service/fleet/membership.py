@@ -1,7 +1,8 @@
 """Who is in a fleet, which role each worker should have, and who leads: the contract, as plain data.
 
 - Members (workers, schedulers, front ends) are there as long as their lease is renewed. Leases are liveness.
-- Each worker has an `Assignment`, the wanted role, written by compare and set; what it has is its own `RoleReport`.
+- Each worker has an `Assignment`, the wanted role, written by compare and set; what it
+  has is in its own `RoleReport`.
 - An election of a name has one leader at a time, with an epoch that strictly grows from leader to leader.
   A worker obeys the highest epoch; a write that names the leadership (`fence`) fails once another leads.
 - Reads never wait: `snapshot` gives the last known state, marked stale with its age when the service behind
@@ -18,33 +19,31 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from service.core.reconcile import MoveReason
 from service.core.types import Role
 
 Facts = Mapping[str, Any]  # JSON-able, checked when written
-NOTHING: Facts = MappingProxyType({})
 
 
 class MembershipError(Exception):
     """Base of all errors here."""
 
 
-class MembershipUnavailable(MembershipError):
+class MembershipUnavailable(MembershipError):  # noqa: N818 - what happened
     """The service does not answer in time. A write may have been carried out: read again before retrying."""
 
 
-class MembershipRefused(MembershipError):
+class MembershipRefused(MembershipError):  # noqa: N818 - what happened
     """The service answers and says no: wrong password, no permission, a request it does not take."""
 
 
-class MemberExists(MembershipError):
+class MemberExists(MembershipError):  # noqa: N818 - what happened
     """Another process is a member under this id. After a crash: until the old lease is over."""
 
 
-class Conflict(MembershipError):
+class Conflict(MembershipError):  # noqa: N818 - what happened
     """Somebody else wrote first. `current` is what is there now."""
 
     def __init__(self, message: str, current: Assignment | None) -> None:
@@ -56,7 +55,7 @@ class WorkerPinned(Conflict):
     """The worker's role is pinned; only an operator (`force`) moves it."""
 
 
-class Fenced(MembershipError):
+class Fenced(MembershipError):  # noqa: N818 - what happened
     """The leadership under which the write was made is over."""
 
 
@@ -83,7 +82,7 @@ class Member:
     kind: MemberKind
     address: str  # host:port of its gRPC service
     shard: str = ""
-    facts: Facts = NOTHING
+    facts: Facts = field(default_factory=dict)
     report: RoleReport | None = None  # workers only
     joined_time_s: float = 0.0  # its own time of day
     incarnation: int = 0
@@ -113,7 +112,7 @@ class Move:
     reason: MoveReason
     by: str
     at_time_s: float
-    facts: Facts = NOTHING  # figures behind it, such as the pressures
+    facts: Facts = field(default_factory=dict)  # figures behind it, such as the pressures
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +184,7 @@ class Lease(Protocol):
         ...
 
     async def leave(self) -> None:
-        """Be gone at once; with the service away, when the lease is over. Never raises MembershipUnavailable."""
+        """Be gone at once; with the service away, when the lease is over. Never MembershipUnavailable."""
         ...
 
 
@@ -219,7 +218,7 @@ class Membership(Protocol):
     """One process's view of a fleet and its way to write there. Opened and closed in one event loop."""
 
     async def open(self) -> None:
-        """Connect and read. Raises MembershipUnavailable when that takes longer than the set time."""
+        """Connect and read. Raises MembershipRefused; MembershipUnavailable when it takes too long."""
         ...
 
     async def close(self) -> None:
@@ -251,7 +250,7 @@ class Membership(Protocol):
         expected: int,
         reason: MoveReason,
         by: str,
-        facts: Facts = NOTHING,
+        facts: Facts | None = None,
         fence: Leadership | None = None,
         force: bool = False,
     ) -> Assignment:
@@ -289,7 +288,7 @@ class Membership(Protocol):
         ttl_s: float | None = None,
         on_lost: LostCallback | None = None,
     ) -> Leadership:
-        """Wait until this candidate leads; through any time that the service is away. Cancel it to give up."""
+        """Wait until this candidate leads; also while the service is away. Cancel it to give up."""
         ...
 
     def leader(self, election: str) -> Leader | None:

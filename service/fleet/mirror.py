@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
-from service.fleet.clock import Clock, wait
+from service.fleet.clock import Clock, sleep, wait
 from service.fleet.membership import (
     Assignment,
     FleetSnapshot,
@@ -166,11 +166,13 @@ class Mirror:
                 async for batch in self._store.follow(self._keys.prefix, self.revision):
                     backoff.reset()
                     self._take(batch)
-            except Compacted:
+            except Compacted as error:
+                _log.info("membership: reading afresh: %s", error)
                 fresh = True
+                await sleep(self._clock, backoff.next_s())
             except (MembershipUnavailable, MembershipRefused) as error:
                 self._lose(error)
-                await wait(self._clock, asyncio.Event(), backoff.next_s())
+                await sleep(self._clock, backoff.next_s())
 
     def _lose(self, error: Exception) -> None:
         if not self._broken or self.error is None:
@@ -187,8 +189,7 @@ class Mirror:
         self._broken, self.error = False, None
         return was_stale
 
-    def _replace(self, revision: int, entries: object) -> None:
-        assert isinstance(entries, dict)
+    def _replace(self, revision: int, entries: Mapping[str, Entry]) -> None:
         self._entries, self._records = {}, {}
         self._unreadable.clear()
         for key, entry in entries.items():

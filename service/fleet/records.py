@@ -18,7 +18,7 @@ from typing import Any
 
 from service.core.reconcile import MoveReason
 from service.core.types import Role
-from service.fleet.membership import NOTHING, Assignment, Facts, Leader, Member, MemberKind, Move, RoleReport
+from service.fleet.membership import Assignment, Facts, Leader, Member, MemberKind, Move, RoleReport
 from service.fleet.store import Entry
 
 Record = Member | Assignment | Move | Leader | int
@@ -70,7 +70,9 @@ def check_facts(facts: Facts) -> None:
     if json.loads(text) != _plain(facts):
         raise ValueError("facts must be JSON with str keys")
     if len(text) > FACTS_BYTES_MAX:
-        raise ValueError(f"facts take {len(text)} bytes, at most {FACTS_BYTES_MAX}; put a digest or an address")
+        raise ValueError(
+            f"facts take {len(text)} bytes, at most {FACTS_BYTES_MAX}; put a digest or an address"
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -136,7 +138,8 @@ def decode(group: str, name: str, entry: Entry) -> Record:
         value = json.loads(entry.value)
         if group == "number":
             return int(value)
-        return _DECODERS[group](name, value, entry)
+        record: Record = _DECODERS[group](name, value, entry)
+        return record
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{group}/{name}: {error!r}") from None
 
@@ -148,7 +151,7 @@ def _member(name: str, value: dict[str, Any], entry: Entry) -> Member:
         kind=MemberKind(value["kind"]),
         address=str(value["address"]),
         shard=str(value.get("shard", "")),
-        facts=dict(value.get("facts") or NOTHING),
+        facts=dict(value.get("facts") or {}),
         report=report
         and RoleReport(Role(report["role"]), int(report["number"]), float(report.get("at_time_s", 0.0))),
         joined_time_s=float(value.get("joined_time_s", 0.0)),
@@ -178,7 +181,7 @@ def _move(name: str, value: dict[str, Any], _entry: Entry) -> Move:
         reason=MoveReason(value["reason"]),
         by=str(value["by"]),
         at_time_s=float(value.get("at_time_s", 0.0)),
-        facts=dict(value.get("facts") or NOTHING),
+        facts=dict(value.get("facts") or {}),
     )
 
 

