@@ -169,7 +169,9 @@ def choose(job: Job, out: Path) -> str:
         pass_s: dict[int, float] = {}
         if len(builds) > 1:
             job.update(index / len(builds), f"timing {step}")
-            blocks = job.kv_blocks([size], [activation_bytes(job.spec)])
+            # Room for two of the longest: timing needs no more, and activations are only estimated yet.
+            most = 2 * -(-job.spec.context_tokens_max // job.spec.block_tokens)
+            blocks = min(most, job.kv_blocks([size], [activation_bytes(job.spec)]))
             with job.open("choose", job.store.folder(step), blocks) as engine:
                 pass_s = measure.time_classes(engine, edges, budget_s)
         timed.append(measure.Timed(step, plugin, size, pass_s))

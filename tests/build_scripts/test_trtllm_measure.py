@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,13 @@ class Leaky(machine.ModelEngine):
         return EngineStats(stats.kv_blocks_total, stats.kv_blocks_free - 1, stats.kv_blocks_cached, 0, 0)
 
 
+class Lingering(machine.ModelEngine):
+    """Holds no KV, but a request that never ends."""
+
+    def stats(self) -> EngineStats:
+        return replace(super().stats(), requests_live=1)
+
+
 class Unlucky(machine.ModelEngine):
     """Splits the first passes, then no more."""
 
@@ -168,3 +176,5 @@ def test_what_does_not_do_as_planned_is_refused(tmp_path: Path) -> None:
         verify(machine.ModelEngine(config, reuse=False), EDGES, 4, 600)
     with pytest.raises(BuildError, match="still holds KV"):
         verify(Leaky(config), EDGES, 4, 600)
+    with pytest.raises(BuildError, match="still holds KV"):
+        verify(Lingering(config), EDGES, 4, 600)

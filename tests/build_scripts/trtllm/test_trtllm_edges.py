@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ from build_scripts.spec import BuildError
 from build_scripts.store import Store
 from build_scripts.trtllm import assemble, publish, runner
 from build_scripts.trtllm import job as job_module
+from build_scripts.trtllm.estimates import RESERVE_BYTES, kv_bytes_per_token
 from build_scripts.trtllm.launch import run_inside
+from build_scripts.trtllm.plan import make_plan
 from build_scripts.trtllm.spec import Quantisation, TrtLlmSpec, trtllm_spec
 from engines.bundle_base import BundleMismatch
 from engines.gpu_bundle import read_gpu_manifest
@@ -207,6 +210,47 @@ def test_a_checkpoint_that_changes_while_it_is_built_is_not_published(spec: TrtL
         runner.build(spec, Changing(), tools=machine.model_tools())
     assert opened(spec).fingerprint == before
     assert "fetch" in build(spec).ran
+
+
+def test_engines_are_compared_with_small_pools(spec: TrtLlmSpec) -> None:
+    """What activations take is not known then; a pool of all that is left might not fit."""
+    shutil.rmtree(spec.work_dir / "choose")
+    engines: list[machine.Opened] = []
+    build(spec, machine.model_tools(engines))
+    pools = [one.config.kv_blocks * machine.BLOCK for one in engines[:2]]
+    assert pools == [2 * machine.CONTEXT] * 2
+    assert pools[0] < opened(spec).manifest.limits.kv_blocks * machine.BLOCK
+
+
+@pytest.mark.parametrize("separate_lp", [False, True])
+def test_what_engines_take_is_all_that_may_be_used_and_no_more(tmp_path: Path, separate_lp: bool) -> None:
+    """Pools are what is left beside plans, activations and a reserve for each engine."""
+    gpu = Gpu("NVIDIA H200", "9.0", 60 * 10**9, "570.1")
+    spec = trtllm_spec("Qwen2.5-7B", tmp_path, separate_lp=separate_lp)
+    host = GpuHost((gpu,), machine.VERSION, machine.TENSORRT, Path("python"))
+    job = job_module.Job(make_plan(spec), Store(tmp_path), host, gpu)
+    count = 1 + separate_lp
+    plans, activations = [8 * 10**9] * count, [10**9, 2 * 10**9][:count]
+    blocks = job.kv_blocks(plans, activations)
+    block_bytes = spec.block_tokens * kv_bytes_per_token(spec)
+    usable = int(spec.memory_share * gpu.memory_bytes)
+    taken = job.memory_bytes(plans, activations, blocks)
+    assert usable - count * block_bytes < taken <= usable
+    assert taken == sum(plans) + sum(activations) + count * (RESERVE_BYTES + blocks * block_bytes)
+
+
+def test_another_checkpoint_with_the_same_times_is_another(spec: TrtLlmSpec, tmp_path: Path) -> None:
+    """As two copies by a tool that keeps times."""
+    assert spec.checkpoint is not None
+    other = shutil.copytree(spec.checkpoint, tmp_path / "other")
+    weights, place = spec.checkpoint / "model.safetensors", other / "model.safetensors"
+    machine.write_weights(place, seed=3)
+    times = weights.stat()
+    os.utime(place, ns=(times.st_atime_ns, times.st_mtime_ns))
+    heard = Heard("convert")
+    with pytest.raises(KeyboardInterrupt):
+        runner.build(replace(spec, checkpoint=other), heard, tools=machine.model_tools())
+    assert heard.ran == ["fetch"]
 
 
 # --- folders and stores ---

@@ -157,6 +157,9 @@ def _settle(config: Any, pretrained: dict[str, Any], surface: Surface) -> None:
             setattr(plugins, name, pretrained["dtype"])
     if config.kv_cache_type is None:
         config.kv_cache_type = "PAGED"
+    # As `BuildConfig.update_kv_cache_type` (builder.py at 008b2b8d) does for models without a state.
+    plugins.paged_kv_cache = getattr(config.kv_cache_type, "name", config.kv_cache_type) == "PAGED"
+    plugins.paged_state = False
     if config.max_seq_len is None:
         config.max_seq_len = pretrained.get("max_position_embeddings", 2048)
     config.max_num_tokens = clipped_tokens(
