@@ -18,10 +18,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+from google.protobuf.message import DecodeError, Message
+
 M = TypeVar("M")
-OUTBOX_MAX = (
-    4096  # a worker keeps a handful (two passes at most are under way), a scheduler cancels by the thousand
-)
+P = TypeVar("P", bound=Message)
+SERVICE = "plaserve.v1.WorkerService"
+PROTOCOL_VERSION = 1  # of the control stream; raised when an old end would misunderstand a new one
+OUTBOX_MAX = 4096  # a worker keeps a handful, as two passes are under way; a scheduler may cancel many
+MESSAGE_BYTES_MAX = 256 << 20  # a pass may bring hundreds of new prompts of 100,000 tokens, 3 bytes each
+OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+)  # of both ends
 
 
 class LinkBroken(Exception):  # noqa: N818 - what happened
@@ -126,3 +134,19 @@ class Fence:
         self._now = caller
         same = now is not None and (now.epoch, now.incarnation) == (caller.epoch, caller.incarnation)
         return (Claim.RESUME if same and caller.resume else Claim.TAKEOVER), ""
+
+
+def lenient(message: type[P]) -> Callable[[bytes], P | None]:
+    """A parser for which bytes that are no message are None, and not the end of the call inside gRPC."""
+
+    def parse(data: bytes) -> P | None:
+        try:
+            return message.FromString(data)
+        except DecodeError:
+            return None
+
+    return parse
+
+
+def as_bytes(message: Message) -> bytes:
+    return message.SerializeToString()

@@ -46,20 +46,18 @@ class ControlRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., dispatch: _Optional[_Union[DispatchPass, _Mapping]] = ..., revoke: _Optional[_Union[RevokePass, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., set_role: _Optional[_Union[SetRole, _Mapping]] = ..., sequence: _Optional[int] = ..., acknowledged: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("scheduler_id", "protocol_version", "incarnation", "attempt", "resume", "boot_id")
+    __slots__ = ("scheduler_id", "protocol_version", "incarnation", "attempt", "resume")
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
-    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     scheduler_id: str
     protocol_version: int
     incarnation: int
     attempt: int
     resume: bool
-    boot_id: str
-    def __init__(self, scheduler_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: _Optional[bool] = ..., boot_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, scheduler_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: _Optional[bool] = ...) -> None: ...
 
 class Settle(_message.Message):
     __slots__ = ("keep_request_ids",)

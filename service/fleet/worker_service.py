@@ -1,0 +1,390 @@
+"""WorkerService: an instance of this process, obeyed by the scheduler of the highest epoch.
+
+The instance is a `LocalWorker`, as in one process; this puts its commands and events on a stream (`link` says
+how they survive a break) and its tokens on others (`tokens`).
+
+A takeover (a higher epoch, or a new use by the same scheduler) ends what was before: the old stream hears
+STALE_EPOCH and ends, a staged pass is dropped, and the new scheduler learns what runs and is held. It answers
+with the requests that it keeps, as a rule none; all others are aborted, because nobody knows them. A pass
+that runs can't be stopped and ends unheard. Only then the worker says Settled, tells what its prefix cache
+holds, and takes passes. So a takeover costs the rest of one pass.
+
+Without any stream for `orphan_s` the worker gives its requests up by itself, and their KV with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+import grpc
+import grpc.aio
+
+from engines.types import BlocksStored, FinishReason, KvEvent
+from protos.plaserve.v1 import worker_pb2 as pb
+from service.core.slot import SlotError
+from service.core.types import (
+    Event,
+    InstanceDown,
+    InstanceSpec,
+    KvChanged,
+    PassFailed,
+    PassFinished,
+    PassRevoked,
+    PassStarted,
+    Role,
+    RoleChanged,
+)
+from service.fleet.convert import (
+    BadMessage,
+    describe,
+    duration_of,
+    events_of,
+    read_pass,
+    read_requests,
+    read_role,
+    seconds_of,
+    statistics_of,
+)
+from service.fleet.health import LinkSettings
+from service.fleet.link import PROTOCOL_VERSION, SERVICE, Caller, Claim, Fence, LinkBroken, as_bytes, lenient
+from service.fleet.token_service import TokenServicer
+from service.fleet.tokens import TokenBook, TokenSettings
+from service.fleet.worker_session import Session, Stream
+from service.runtime.worker import LocalWorker, PassRunner
+
+log = logging.getLogger(__name__)
+
+END_S = 1.0  # for the last words on a stream whose other end may not read
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerServicer:
+    """failed: set to the reason once the engine can't go on; the process should end then.
+    drain_asked: seconds that a scheduler gave for it, once it asked for a drain."""
+
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        runner: PassRunner,
+        settings: LinkSettings | None = None,
+        tokens: TokenSettings | None = None,
+        *,
+        manifest_json: str = "",
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.spec = spec
+        self.boot_id = uuid4().hex
+        self.book = TokenBook(tokens)
+        self._tokens = TokenServicer(self.book, self.boot_id)
+        self.failed: asyncio.Future[str] = loop.create_future()
+        self.drain_asked: asyncio.Future[float] = loop.create_future()
+        self._settings = settings or LinkSettings()
+        self._manifest_json = manifest_json
+        self._local = LocalWorker(spec, runner)
+        self._local.connect(self._event)
+        self._fence = Fence()
+        self._session: Session | None = None
+        self._orphan: asyncio.TimerHandle | None = None
+        self._held: dict[str, None] = {}  # requests that the engine knows, or will with a staged pass
+        self._brings: dict[int, tuple[str, ...]] = {}  # staged pass -> requests that are new with it
+        self._cached: dict[int, None] = {}  # blocks that the prefix cache holds, oldest first
+        self._running_since_s: float | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Of the scheduler that is obeyed; 0 before any."""
+        return self._fence.epoch
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        return tuple(self._held)
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """For `Server.add_generic_rpc_handlers`. Bytes that are no message reach the methods as None."""
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Control": grpc.stream_stream_rpc_method_handler(
+                self.control, lenient(pb.ControlRequest), as_bytes
+            ),
+            "StreamTokens": grpc.stream_stream_rpc_method_handler(
+                self._tokens.stream, lenient(pb.StreamTokensRequest), as_bytes
+            ),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    def set_role(self, role: Role) -> None:
+        """Say to the scheduler that this instance prefers other work from now on."""
+        self.spec = replace(self.spec, role=role)
+        self._event(RoleChanged(self.spec.instance_id, role))
+
+    def draining(self, reason: str) -> None:
+        """Ask the scheduler for no more work: this process is about to stop."""
+        if self._session is not None:
+            self._session.send(pb.ControlResponse(draining=pb.WorkerDraining(reason=reason)))
+
+    async def close(self) -> None:
+        """End the streams and the engine."""
+        self._cancel_orphan()
+        if self._session is not None and self._session.stream is not None:
+            self._session.stream.end()
+        self._session = None
+        await self._local.close()
+
+    # --- the control stream ---
+
+    async def control(self, requests: object, context: Context) -> None:
+        try:
+            caller, has = _caller(await context.read())
+            claim, why = self._fence.claim(caller)
+            if claim is Claim.STALE:
+                await context.write(self._stale(why))
+                return
+            if claim is Claim.TAKEOVER and self.failed.done():
+                failed = pb.InstanceFailed(error=self.failed.result())
+                await context.write(pb.ControlResponse(epoch=caller.epoch, instance_failed=failed))
+                return
+            session = self._session_of(caller, claim)
+            stream = session.open()
+            self._cancel_orphan()
+            session.begin(self._ready(claim, session), has)
+            await self._converse(session, stream, context)
+        except (BadMessage, SlotError, LinkBroken) as error:
+            log.error("the control stream of %s ends: %s", self.spec.instance_id, error)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    def _session_of(self, caller: Caller, claim: Claim) -> Session:
+        session = self._session
+        if claim is Claim.RESUME and session is not None and not session.broken and session.settled:
+            return session
+        log.info("%s obeys %s, epoch %d", self.spec.instance_id, caller.scheduler_id, caller.epoch)
+        if session is not None and session.stream is not None:
+            session.stream.end(self._stale(f"{caller.scheduler_id} has epoch {caller.epoch}"))
+        self._session = Session(caller)
+        if self._local.staged is not None:
+            self._local.revoke(self._local.staged.pass_id)  # unheard: the new session is not settled
+        return self._session
+
+    def _ready(self, claim: Claim, session: Session) -> pb.WorkerReady:
+        running = self._local.running
+        ready = pb.WorkerReady(
+            manifest_json=self._manifest_json,
+            boot_id=self.boot_id,
+            protocol_version=PROTOCOL_VERSION,
+            resumed=claim is Claim.RESUME and session.settled,
+            running_pass_id=running.pass_id if running is not None else 0,
+            held_request_ids=self._held,
+            statistics=statistics_of(self._local.stats()),
+        )
+        describe(self.spec, ready)
+        return ready
+
+    async def _converse(self, session: Session, stream: Stream, context: Context) -> None:
+        """Until the stream ends, from either side."""
+        write = asyncio.create_task(_write(stream, context))
+        read = asyncio.create_task(self._read(session, stream, context))
+        beat = asyncio.create_task(self._beat(session, stream))
+        try:
+            await asyncio.wait((write, read), return_when=asyncio.FIRST_COMPLETED)
+            stream.end()
+            await asyncio.wait((write,), timeout=END_S)
+            if read.done():
+                read.result()
+        finally:
+            for task in (write, read, beat):
+                task.cancel()
+            await asyncio.gather(write, read, beat, return_exceptions=True)
+            if session.stream is stream:
+                session.stream = None
+                self._watch_for_orphans(session)
+
+    async def _read(self, session: Session, stream: Stream, context: Context) -> None:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            if stream.over.is_set():
+                return
+            if message is None:
+                raise BadMessage("ControlRequest: these bytes are none")
+            if message.epoch != session.caller.epoch:
+                raise BadMessage(
+                    f"ControlRequest.epoch: {message.epoch}, but Hello said {session.caller.epoch}"
+                )
+            session.outbox.acknowledge(message.acknowledged)
+            if message.sequence and session.inbox.take(message.sequence):
+                self._command(session, message)
+
+    async def _beat(self, session: Session, stream: Stream) -> None:
+        """Say how far the engine is, every so often."""
+        while not stream.over.is_set():
+            await asyncio.sleep(self._settings.heartbeat_s)
+            self._cut_off_slow()
+            running = self._local.running
+            progress = pb.Progress(statistics=statistics_of(self._local.stats()))
+            if running is not None and self._running_since_s is not None:
+                progress.running_pass_id = running.pass_id
+                progress.running_duration.CopyFrom(duration_of(_now_s() - self._running_since_s))
+            session.say(pb.ControlResponse(progress=progress))
+
+    # --- commands ---
+
+    def _command(self, session: Session, message: pb.ControlRequest) -> None:
+        match message.WhichOneof("command"):
+            case "dispatch":
+                if not session.settled:
+                    raise BadMessage("ControlRequest.dispatch: before Settled; send Settle and wait")
+                self._dispatch(message.dispatch)
+            case "revoke":
+                self._local.revoke(message.revoke.pass_id)
+            case "abort":
+                self._abort(message.abort.request_id)
+            case "settle":
+                session.keep = frozenset(message.settle.keep_request_ids)
+                for request_id in [r for r in self._held if r not in session.keep]:
+                    self._abort(request_id)
+                self._settle()
+            case "set_role":
+                self.spec = replace(self.spec, role=read_role(message.set_role.role))
+            case "drain":
+                if not self.drain_asked.done():
+                    self.drain_asked.set_result(seconds_of(message.drain.timeout))
+            case other:
+                log.warning("a command that is not known here is ignored (%s)", other)
+
+    def _dispatch(self, message: pb.DispatchPass) -> None:
+        pass_, new = read_pass(message), read_requests(message)
+        for request, front_end in new:
+            self._held[request.request_id] = None
+            self.book.begin(request.request_id, front_end, _now_s())
+        self._brings[pass_.pass_id] = tuple(request.request_id for request, _ in new)
+        self._local.dispatch(pass_, [request for request, _ in new], staged=message.staged)
+
+    def _abort(self, request_id: str) -> None:
+        self._held.pop(request_id, None)
+        self.book.end(request_id)
+        self._local.abort(request_id)
+
+    def _settle(self) -> None:
+        """Say Settled as soon as nothing runs that this scheduler did not ask for."""
+        session = self._session
+        if session is None or session.settled or session.keep is None or self._local.running is not None:
+            return
+        session.settled = True
+        session.send(pb.ControlResponse(settled=pb.Settled()))
+        if self._cached:
+            self._send(session, KvChanged(self.spec.instance_id, (BlocksStored(tuple(self._cached)),)))
+
+    # --- events ---
+
+    def _event(self, event: Event) -> None:
+        """What the instance says, on its way to whom it may concern."""
+        self._note(event)
+        session = self._session
+        if session is not None and (session.settled or isinstance(event, InstanceDown)):
+            self._send(session, event)
+        if isinstance(event, PassFinished | PassFailed):
+            self._settle()
+            self._cut_off_slow()
+
+    def _send(self, session: Session, event: Event) -> None:
+        for message in events_of(event):
+            session.send(message)
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case PassStarted(_, pass_id):
+                self._brings.pop(pass_id, None)
+                self._running_since_s = _now_s()
+            case PassFinished(_, result):
+                self._running_since_s = None
+                for item in result.items:
+                    if item.token is not None:
+                        self._token(item.request_id, item.token, item.finish)
+            case PassFailed(_, _, lost, _):
+                self._running_since_s = None
+                for request_id in lost:
+                    self._held.pop(request_id, None)
+                    self.book.end(request_id)
+            case PassRevoked(_, pass_id):
+                for request_id in self._brings.pop(pass_id, ()):
+                    self._held.pop(request_id, None)
+                    self.book.end(request_id)
+            case KvChanged(_, events):
+                self._note_blocks(events)
+            case InstanceDown(_, error):
+                self.failed.set_result(error)
+            case _:
+                pass
+
+    def _token(self, request_id: str, token: int, finish: FinishReason | None) -> None:
+        self.book.add(request_id, token, finish)
+        if finish is not None:
+            self._held.pop(request_id, None)
+
+    def _note_blocks(self, events: Sequence[KvEvent]) -> None:
+        for event in events:
+            for block_hash in event.block_hashes:
+                if isinstance(event, BlocksStored):
+                    self._cached[block_hash] = None
+                else:
+                    self._cached.pop(block_hash, None)
+
+    def _cut_off_slow(self) -> None:
+        for front_end, reason in self.book.overdue(_now_s()):
+            log.warning("%s; its requests end", reason)
+            ids = self.book.cut(front_end)
+            if self._session is not None and self._session.settled:
+                cut = pb.FrontEndCut(front_end=front_end, request_ids=ids, reason=reason)
+                self._session.send(pb.ControlResponse(front_end_cut=cut))
+
+    # --- nobody is there ---
+
+    def _watch_for_orphans(self, session: Session) -> None:
+        if self._session is session:
+            loop = asyncio.get_running_loop()
+            self._orphan = loop.call_later(self._settings.orphan_s, self._orphaned)
+
+    def _cancel_orphan(self) -> None:
+        if self._orphan is not None:
+            self._orphan.cancel()
+            self._orphan = None
+
+    def _orphaned(self) -> None:
+        self._session = None  # it can't be resumed
+        log.warning(
+            "no scheduler for %.1f s: %d requests are given up", self._settings.orphan_s, len(self._held)
+        )
+        if self._local.staged is not None:
+            self._local.revoke(self._local.staged.pass_id)
+        for request_id in list(self._held):
+            self._abort(request_id)
+
+    def _stale(self, why: str) -> pb.ControlResponse:
+        return pb.ControlResponse(
+            epoch=self._fence.epoch, stale_epoch=pb.StaleEpoch(highest_epoch=self._fence.epoch, reason=why)
+        )
+
+
+def _caller(message: pb.ControlRequest | None) -> tuple[Caller, int]:
+    """Who says Hello, and the last event that is there. Raises BadMessage."""
+    if not isinstance(message, pb.ControlRequest) or not message.HasField("hello"):
+        raise BadMessage("ControlRequest.hello: is missing; a stream begins with it")
+    hello = message.hello
+    if hello.protocol_version != PROTOCOL_VERSION:
+        raise BadMessage(
+            f"Hello.protocol_version: {hello.protocol_version}; this worker speaks {PROTOCOL_VERSION}"
+        )
+    if not message.epoch or not hello.scheduler_id:
+        raise BadMessage("Hello: epoch and scheduler_id must be given")
+    caller = Caller(hello.scheduler_id, message.epoch, hello.incarnation, hello.attempt, hello.resume)
+    return caller, message.acknowledged
+
+
+async def _write(stream: Stream, context: Context) -> None:
+    while (message := await stream.queue.get()) is not None:
+        await context.write(message)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
