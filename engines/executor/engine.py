@@ -31,7 +31,7 @@ from random import Random
 from engines.base import EngineError, PassError, check_pass
 from engines.executor.calls import CallBook, InFlight, Live
 from engines.executor.fidelity import Fidelity
-from engines.executor.handover import check_ticket, expire
+from engines.executor.handover import check_ticket, expire, postpone
 from engines.executor.health import LeakProbe, Progress
 from engines.executor.ledger import Ledger
 from engines.executor.measure import measure
@@ -70,6 +70,8 @@ from engines.types import (
 )
 
 log = logging.getLogger(__name__)
+
+STANDSTILL_S = 1.0  # a wait that ends so much later than asked was none: a stopped process, a paused machine
 
 
 class ExecutorEngine:
@@ -269,7 +271,13 @@ class ExecutorEngine:
                 self._progress.gave_up(now_s)
                 raise self._pass_timed_out(pass_, failed)
             ends_s = [call.deadline_s for call in calls.values() if call.deadline_s is not None]
-            self._take(self._supervisor.receive(min(pass_end_s, progress_end_s, *ends_s) - now_s))
+            asked_s = min(pass_end_s, progress_end_s, *ends_s) - now_s
+            self._take(self._supervisor.receive(asked_s))
+            waited_s = self._clock() - now_s
+            if waited_s > asked_s + STANDSTILL_S:  # this process stood still, not the executor
+                begin_s += waited_s
+                self._progress.begin(self._clock())
+                postpone(calls.values(), waited_s)
 
     def _stop(self, live: Live) -> None:
         """A request failed or was cancelled: nothing more of it is reported. Its calls are ended."""
@@ -327,15 +335,8 @@ class ExecutorEngine:
     def _pass_timed_out(self, pass_: Pass, failed: Sequence[str]) -> PassError:
         """Cancel what the pass waited for. A part that was done keeps its KV, in the cache."""
         lost = list(failed)
-        for item in pass_.items:
-            live = self._book.live.get(item.request_id)
-            if live is None:
-                continue
-            mine = [call for call in self._book.calls.values() if call.live is live]
-            done = not mine if pass_.kind is PassKind.PREFILL else bool(live.outputs)
-            if done:
-                continue
-            lost.append(item.request_id)
+        for live in self._maker.unfinished(pass_):
+            lost.append(live.request.request_id)
             self._stop(live)
         what = f"pass {pass_.pass_id} took longer than {self._settings.pass_timeout_s} s"
         self._note(Incident.PASS_TIMED_OUT, f"{what}; lost: {', '.join(lost)}")

@@ -42,3 +42,10 @@ def expire(calls: Iterable[InFlight], now_s: float, timeout_s: float, note: Note
             what = f"transfer: no token within {timeout_s} s"
             note(Incident.TRANSFER_TIMED_OUT, f"call {call.call.call_id}: {what}")
             call.stream.fail(what)
+
+
+def postpone(calls: Iterable[InFlight], by_s: float) -> None:
+    """Nobody listened for so long."""
+    for call in calls:
+        if call.deadline_s is not None:
+            call.deadline_s += by_s

@@ -9,7 +9,7 @@ from engines.executor.calls import CallBook, InFlight, Live
 from engines.executor.stream import AnswerStream, Output
 from engines.executor.types import CallKind, ExecutorRole, Incident
 from engines.profiles import Profiles
-from engines.types import EngineRequest, FinishReason, ItemResult, Pass, PassItem
+from engines.types import EngineRequest, FinishReason, ItemResult, Pass, PassItem, PassKind
 
 _NO_TICKET = Output(error="the context-only call left no ticket to hand over")
 
@@ -122,6 +122,14 @@ class PassMaker:
             self.decoding[name] = live
             self._advance(live, output)
         return ItemResult(name, step.end, step.computed, reused, output.token, output.finish)
+
+    def unfinished(self, pass_: Pass) -> list[Live]:
+        """Those of a pass that took too long whose part of it is not done."""
+        live = [self._book.live[i.request_id] for i in pass_.items if i.request_id in self._book.live]
+        if pass_.kind is PassKind.DECODE:
+            return [one for one in live if not one.outputs]
+        awaited = {id(call.live) for call in self._book.calls.values()}
+        return [one for one in live if id(one) in awaited]
 
     def decoded(self, live: Live) -> ItemResult:
         """The next output of a request that decodes; there must be one."""

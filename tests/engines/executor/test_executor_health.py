@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from engines.executor.types import (
     Facts,
     Iteration,
     LinkLost,
+    Report,
 )
 from engines.types import BlocksRemoved, Pass, PassItem, PassKind
 from tests.executor_fakes.vices import Vices
@@ -83,6 +85,47 @@ def test_silence_adds_up_over_passes_that_end_before_it_is_long_enough() -> None
     engine.submit(asked("d", 20, 4))
     with pytest.raises(PassError, match="took longer than"):  # the new one has all its time
         engine.execute(prefill_of(("d", 20, 0)))
+
+
+@pytest.mark.parametrize("timeouts", [{}, {"pass_timeout_s": 20.0, "progress_timeout_s": 30.0}])
+def test_time_in_which_this_process_stood_still_is_nobodys_silence(timeouts: dict[str, float]) -> None:
+    """Stopped for an hour in a wait: the executor has answered, or gets the rest of its time."""
+    link, engine = scripted([[]], **timeouts)
+    engine.submit(asked("r", 20, 1))
+    script = [3_600.0, Answer("r", (1,), True, Ending.LENGTH)]
+
+    def receive(timeout_s: float) -> list[Report]:
+        if timeout_s == 0.0:
+            return []
+        first = script.pop(0)
+        if isinstance(first, float):
+            link.now_s += timeout_s + first
+            return []
+        link.now_s += timeout_s / 2
+        return [replace(first, call_id=link.call_of("r"))]
+
+    link.receive = receive  # type: ignore[method-assign]
+    (item,) = engine.execute(prefill_of(("r", 20, 0))).items
+    assert item.token == 1
+    assert not engine.incidents
+
+
+def test_a_hand_over_is_not_late_while_this_process_stood_still() -> None:
+    link, engine = scripted([], ExecutorRole.GENERATION, handover_timeout_s=5.0)
+    engine.adopt(asked("r", 20, 4), ticket())
+    waits: list[float] = []
+
+    def receive(timeout_s: float) -> list[Report]:
+        if timeout_s:
+            waits.append(timeout_s)
+            link.now_s += timeout_s + (100.0 if len(waits) == 1 else 0.0)
+        return []
+
+    link.receive = receive  # type: ignore[method-assign]
+    (item,) = engine.execute(Pass(1, PassKind.DECODE, (PassItem("r", 1, 20),))).items
+    assert item.error is not None
+    assert waits[0] == 5.0
+    assert len(waits) > 1
 
 
 @pytest.mark.parametrize("name", ["pass_timeout_s", "progress_timeout_s", "handover_timeout_s"])
