@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import bench, build, bundles, calibrate, demo, generate, lab, plan, serve, simulate, status
+from service.cli import bench, build, bundles, calibrate, demo, fleet, generate, lab, plan, serve, simulate, status
 
 app = typer.Typer(
     name="plaserve",
@@ -38,7 +38,7 @@ def root(
     pass
 
 
-for module in (build, bundles, calibrate, serve, generate, status, demo, bench, simulate, lab, plan):
+for module in (build, bundles, calibrate, serve, generate, status, demo, bench, simulate, lab, plan, fleet):
     module.register(app)
 
 

@@ -98,7 +98,7 @@ class SchedulerServicer:
         method = grpc.stream_stream_rpc_method_handler(
             self.requests, _lenient, pb.SchedulerMessage.SerializeToString
         )
-        methods = {"Requests": method}
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {"Requests": method}
         if self._load is not None:
             methods["GetLoad"] = grpc.unary_unary_rpc_method_handler(
                 self.get_load, pb.GetLoadRequest.FromString, pb.GetLoadResponse.SerializeToString

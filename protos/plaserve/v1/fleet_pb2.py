@@ -26,41 +26,43 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprotos/plaserve/v1/fleet.proto\x12\x0bplaserve.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xfa\x01\n\rFleetInstance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\t\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.plaserve.v1.Role\x12&\n\x0btarget_role\x18\x04 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\x12\x10\n\x08pressure\x18\x07 \x01(\x01\x12\x14\n\x0cqueued_count\x18\x08 \x01(\r\x12\x32\n\x0elast_seen_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x85\x02\n\x08RoleMove\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12$\n\tfrom_role\x18\x02 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\"\n\x07to_role\x18\x03 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1b\n\x13pressure_difference\x18\x05 \x01(\x01\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07outcome\x18\x08 \x01(\t\"\x11\n\x0fGetFleetRequest\"k\n\x10GetFleetResponse\x12-\n\tinstances\x18\x01 \x03(\x0b\x32\x1a.plaserve.v1.FleetInstance\x12\x13\n\x0bsp_pressure\x18\x02 \x01(\x01\x12\x13\n\x0blp_pressure\x18\x03 \x01(\x01\"@\n\x11WatchFleetRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\\\n\x13MoveInstanceRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\";\n\x14MoveInstanceResponse\x12#\n\x04move\x18\x01 \x01(\x0b\x32\x15.plaserve.v1.RoleMove\"W\n\x14\x44rainInstanceRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"1\n\x15\x44rainInstanceResponse\x12\x18\n\x10unfinished_count\x18\x01 \x01(\r\"9\n\x12PinInstanceRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\"C\n\x13PinInstanceResponse\x12,\n\x08instance\x18\x01 \x01(\x0b\x32\x1a.plaserve.v1.FleetInstance\"9\n\x10ListMovesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"R\n\x11ListMovesResponse\x12$\n\x05moves\x18\x01 \x03(\x0b\x32\x15.plaserve.v1.RoleMove\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*F\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0b\n\x07ROLE_SP\x10\x01\x12\x0b\n\x07ROLE_LP\x10\x02\x12\x0e\n\nROLE_MIXED\x10\x03\x32\xf1\x03\n\x0c\x46leetService\x12G\n\x08GetFleet\x12\x1c.plaserve.v1.GetFleetRequest\x1a\x1d.plaserve.v1.GetFleetResponse\x12M\n\nWatchFleet\x12\x1e.plaserve.v1.WatchFleetRequest\x1a\x1d.plaserve.v1.GetFleetResponse0\x01\x12S\n\x0cMoveInstance\x12 .plaserve.v1.MoveInstanceRequest\x1a!.plaserve.v1.MoveInstanceResponse\x12V\n\rDrainInstance\x12!.plaserve.v1.DrainInstanceRequest\x1a\".plaserve.v1.DrainInstanceResponse\x12P\n\x0bPinInstance\x12\x1f.plaserve.v1.PinInstanceRequest\x1a .plaserve.v1.PinInstanceResponse\x12J\n\tListMoves\x12\x1d.plaserve.v1.ListMovesRequest\x1a\x1e.plaserve.v1.ListMovesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprotos/plaserve/v1/fleet.proto\x12\x0bplaserve.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc3\x02\n\rFleetInstance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\t\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.plaserve.v1.Role\x12&\n\x0btarget_role\x18\x04 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\x12\x10\n\x08pressure\x18\x07 \x01(\x01\x12\x14\n\x0cqueued_count\x18\x08 \x01(\r\x12\x32\n\x0elast_seen_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07\x61\x64\x64ress\x18\n \x01(\t\x12\x11\n\tbacklog_s\x18\x0b \x01(\x01\x12\x13\n\x0butilisation\x18\x0c \x01(\x01\x12\x0e\n\x06reason\x18\r \x01(\t\"a\n\x0c\x46leetProcess\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x10\n\x08shard_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\"\x85\x02\n\x08RoleMove\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12$\n\tfrom_role\x18\x02 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\"\n\x07to_role\x18\x03 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1b\n\x13pressure_difference\x18\x05 \x01(\x01\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07outcome\x18\x08 \x01(\t\"\x11\n\x0fGetFleetRequest\"\xf5\x01\n\x10GetFleetResponse\x12-\n\tinstances\x18\x01 \x03(\x0b\x32\x1a.plaserve.v1.FleetInstance\x12\x13\n\x0bsp_pressure\x18\x02 \x01(\x01\x12\x13\n\x0blp_pressure\x18\x03 \x01(\x01\x12,\n\tprocesses\x18\x04 \x03(\x0b\x32\x19.plaserve.v1.FleetProcess\x12\x12\n\ncontroller\x18\x05 \x01(\t\x12\r\n\x05stale\x18\x06 \x01(\x08\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x64ry_run\x18\x08 \x01(\x08\"@\n\x11WatchFleetRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"h\n\x13MoveInstanceRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12\n\n\x02\x62y\x18\x04 \x01(\t\";\n\x14MoveInstanceResponse\x12#\n\x04move\x18\x01 \x01(\x0b\x32\x15.plaserve.v1.RoleMove\"W\n\x14\x44rainInstanceRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"1\n\x15\x44rainInstanceResponse\x12\x18\n\x10unfinished_count\x18\x01 \x01(\r\"f\n\x12PinInstanceRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\n\n\x02\x62y\x18\x04 \x01(\t\"C\n\x13PinInstanceResponse\x12,\n\x08instance\x18\x01 \x01(\x0b\x32\x1a.plaserve.v1.FleetInstance\"9\n\x10ListMovesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"R\n\x11ListMovesResponse\x12$\n\x05moves\x18\x01 \x03(\x0b\x32\x15.plaserve.v1.RoleMove\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*F\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0b\n\x07ROLE_SP\x10\x01\x12\x0b\n\x07ROLE_LP\x10\x02\x12\x0e\n\nROLE_MIXED\x10\x03\x32\xf1\x03\n\x0c\x46leetService\x12G\n\x08GetFleet\x12\x1c.plaserve.v1.GetFleetRequest\x1a\x1d.plaserve.v1.GetFleetResponse\x12M\n\nWatchFleet\x12\x1e.plaserve.v1.WatchFleetRequest\x1a\x1d.plaserve.v1.GetFleetResponse0\x01\x12S\n\x0cMoveInstance\x12 .plaserve.v1.MoveInstanceRequest\x1a!.plaserve.v1.MoveInstanceResponse\x12V\n\rDrainInstance\x12!.plaserve.v1.DrainInstanceRequest\x1a\".plaserve.v1.DrainInstanceResponse\x12P\n\x0bPinInstance\x12\x1f.plaserve.v1.PinInstanceRequest\x1a .plaserve.v1.PinInstanceResponse\x12J\n\tListMoves\x12\x1d.plaserve.v1.ListMovesRequest\x1a\x1e.plaserve.v1.ListMovesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.plaserve.v1.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1389
-  _globals['_ROLE']._serialized_end=1459
+  _globals['_ROLE']._serialized_start=1757
+  _globals['_ROLE']._serialized_end=1827
   _globals['_FLEETINSTANCE']._serialized_start=113
-  _globals['_FLEETINSTANCE']._serialized_end=363
-  _globals['_ROLEMOVE']._serialized_start=366
-  _globals['_ROLEMOVE']._serialized_end=627
-  _globals['_GETFLEETREQUEST']._serialized_start=629
-  _globals['_GETFLEETREQUEST']._serialized_end=646
-  _globals['_GETFLEETRESPONSE']._serialized_start=648
-  _globals['_GETFLEETRESPONSE']._serialized_end=755
-  _globals['_WATCHFLEETREQUEST']._serialized_start=757
-  _globals['_WATCHFLEETREQUEST']._serialized_end=821
-  _globals['_MOVEINSTANCEREQUEST']._serialized_start=823
-  _globals['_MOVEINSTANCEREQUEST']._serialized_end=915
-  _globals['_MOVEINSTANCERESPONSE']._serialized_start=917
-  _globals['_MOVEINSTANCERESPONSE']._serialized_end=976
-  _globals['_DRAININSTANCEREQUEST']._serialized_start=978
-  _globals['_DRAININSTANCEREQUEST']._serialized_end=1065
-  _globals['_DRAININSTANCERESPONSE']._serialized_start=1067
-  _globals['_DRAININSTANCERESPONSE']._serialized_end=1116
-  _globals['_PININSTANCEREQUEST']._serialized_start=1118
-  _globals['_PININSTANCEREQUEST']._serialized_end=1175
-  _globals['_PININSTANCERESPONSE']._serialized_start=1177
-  _globals['_PININSTANCERESPONSE']._serialized_end=1244
-  _globals['_LISTMOVESREQUEST']._serialized_start=1246
-  _globals['_LISTMOVESREQUEST']._serialized_end=1303
-  _globals['_LISTMOVESRESPONSE']._serialized_start=1305
-  _globals['_LISTMOVESRESPONSE']._serialized_end=1387
-  _globals['_FLEETSERVICE']._serialized_start=1462
-  _globals['_FLEETSERVICE']._serialized_end=1959
+  _globals['_FLEETINSTANCE']._serialized_end=436
+  _globals['_FLEETPROCESS']._serialized_start=438
+  _globals['_FLEETPROCESS']._serialized_end=535
+  _globals['_ROLEMOVE']._serialized_start=538
+  _globals['_ROLEMOVE']._serialized_end=799
+  _globals['_GETFLEETREQUEST']._serialized_start=801
+  _globals['_GETFLEETREQUEST']._serialized_end=818
+  _globals['_GETFLEETRESPONSE']._serialized_start=821
+  _globals['_GETFLEETRESPONSE']._serialized_end=1066
+  _globals['_WATCHFLEETREQUEST']._serialized_start=1068
+  _globals['_WATCHFLEETREQUEST']._serialized_end=1132
+  _globals['_MOVEINSTANCEREQUEST']._serialized_start=1134
+  _globals['_MOVEINSTANCEREQUEST']._serialized_end=1238
+  _globals['_MOVEINSTANCERESPONSE']._serialized_start=1240
+  _globals['_MOVEINSTANCERESPONSE']._serialized_end=1299
+  _globals['_DRAININSTANCEREQUEST']._serialized_start=1301
+  _globals['_DRAININSTANCEREQUEST']._serialized_end=1388
+  _globals['_DRAININSTANCERESPONSE']._serialized_start=1390
+  _globals['_DRAININSTANCERESPONSE']._serialized_end=1439
+  _globals['_PININSTANCEREQUEST']._serialized_start=1441
+  _globals['_PININSTANCEREQUEST']._serialized_end=1543
+  _globals['_PININSTANCERESPONSE']._serialized_start=1545
+  _globals['_PININSTANCERESPONSE']._serialized_end=1612
+  _globals['_LISTMOVESREQUEST']._serialized_start=1614
+  _globals['_LISTMOVESREQUEST']._serialized_end=1671
+  _globals['_LISTMOVESRESPONSE']._serialized_start=1673
+  _globals['_LISTMOVESRESPONSE']._serialized_end=1755
+  _globals['_FLEETSERVICE']._serialized_start=1830
+  _globals['_FLEETSERVICE']._serialized_end=2327
 # @@protoc_insertion_point(module_scope)

@@ -23,7 +23,7 @@ ROLE_LP: Role
 ROLE_MIXED: Role
 
 class FleetInstance(_message.Message):
-    __slots__ = ("instance_id", "shard_id", "role", "target_role", "state", "pinned", "pressure", "queued_count", "last_seen_time")
+    __slots__ = ("instance_id", "shard_id", "role", "target_role", "state", "pinned", "pressure", "queued_count", "last_seen_time", "address", "backlog_s", "utilisation", "reason")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,10 @@ class FleetInstance(_message.Message):
     PRESSURE_FIELD_NUMBER: _ClassVar[int]
     QUEUED_COUNT_FIELD_NUMBER: _ClassVar[int]
     LAST_SEEN_TIME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_S_FIELD_NUMBER: _ClassVar[int]
+    UTILISATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     shard_id: str
     role: Role
@@ -42,7 +46,25 @@ class FleetInstance(_message.Message):
     pressure: float
     queued_count: int
     last_seen_time: _timestamp_pb2.Timestamp
-    def __init__(self, instance_id: _Optional[str] = ..., shard_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., target_role: _Optional[_Union[Role, str]] = ..., state: _Optional[str] = ..., pinned: _Optional[bool] = ..., pressure: _Optional[float] = ..., queued_count: _Optional[int] = ..., last_seen_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    address: str
+    backlog_s: float
+    utilisation: float
+    reason: str
+    def __init__(self, instance_id: _Optional[str] = ..., shard_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., target_role: _Optional[_Union[Role, str]] = ..., state: _Optional[str] = ..., pinned: _Optional[bool] = ..., pressure: _Optional[float] = ..., queued_count: _Optional[int] = ..., last_seen_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., backlog_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class FleetProcess(_message.Message):
+    __slots__ = ("member_id", "kind", "address", "shard_id", "epoch")
+    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    member_id: str
+    kind: str
+    address: str
+    shard_id: str
+    epoch: int
+    def __init__(self, member_id: _Optional[str] = ..., kind: _Optional[str] = ..., address: _Optional[str] = ..., shard_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class RoleMove(_message.Message):
     __slots__ = ("instance_id", "from_role", "to_role", "reason", "pressure_difference", "start_time", "end_time", "outcome")
@@ -69,14 +91,24 @@ class GetFleetRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetFleetResponse(_message.Message):
-    __slots__ = ("instances", "sp_pressure", "lp_pressure")
+    __slots__ = ("instances", "sp_pressure", "lp_pressure", "processes", "controller", "stale", "age", "dry_run")
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
     SP_PRESSURE_FIELD_NUMBER: _ClassVar[int]
     LP_PRESSURE_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    CONTROLLER_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     instances: _containers.RepeatedCompositeFieldContainer[FleetInstance]
     sp_pressure: float
     lp_pressure: float
-    def __init__(self, instances: _Optional[_Iterable[_Union[FleetInstance, _Mapping]]] = ..., sp_pressure: _Optional[float] = ..., lp_pressure: _Optional[float] = ...) -> None: ...
+    processes: _containers.RepeatedCompositeFieldContainer[FleetProcess]
+    controller: str
+    stale: bool
+    age: _duration_pb2.Duration
+    dry_run: bool
+    def __init__(self, instances: _Optional[_Iterable[_Union[FleetInstance, _Mapping]]] = ..., sp_pressure: _Optional[float] = ..., lp_pressure: _Optional[float] = ..., processes: _Optional[_Iterable[_Union[FleetProcess, _Mapping]]] = ..., controller: _Optional[str] = ..., stale: _Optional[bool] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., dry_run: _Optional[bool] = ...) -> None: ...
 
 class WatchFleetRequest(_message.Message):
     __slots__ = ("interval",)
@@ -85,14 +117,16 @@ class WatchFleetRequest(_message.Message):
     def __init__(self, interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class MoveInstanceRequest(_message.Message):
-    __slots__ = ("instance_id", "role", "dry_run")
+    __slots__ = ("instance_id", "role", "dry_run", "by")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     role: Role
     dry_run: bool
-    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+    by: str
+    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., dry_run: _Optional[bool] = ..., by: _Optional[str] = ...) -> None: ...
 
 class MoveInstanceResponse(_message.Message):
     __slots__ = ("move",)
@@ -115,12 +149,16 @@ class DrainInstanceResponse(_message.Message):
     def __init__(self, unfinished_count: _Optional[int] = ...) -> None: ...
 
 class PinInstanceRequest(_message.Message):
-    __slots__ = ("instance_id", "pinned")
+    __slots__ = ("instance_id", "pinned", "role", "by")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     pinned: bool
-    def __init__(self, instance_id: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
+    role: Role
+    by: str
+    def __init__(self, instance_id: _Optional[str] = ..., pinned: _Optional[bool] = ..., role: _Optional[_Union[Role, str]] = ..., by: _Optional[str] = ...) -> None: ...
 
 class PinInstanceResponse(_message.Message):
     __slots__ = ("instance",)

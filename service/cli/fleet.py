@@ -1,0 +1,211 @@
+"""`plaserve fleet`: who is in a fleet, which roles they have, and moves by hand; asked of a controller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+from collections.abc import AsyncIterator, Callable, Coroutine
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Annotated, Any, TypeVar
+
+import grpc.aio
+import typer
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import MessageToJson
+from google.protobuf.message import Message
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from protos.plaserve.v1 import fleet_pb2 as pb
+from protos.plaserve.v1.fleet_pb2_grpc import FleetServiceStub
+from service.cli.failures import fail_rpc
+
+DEFAULT_CONTROLLER = "127.0.0.1:8083"
+TIMEOUT_S = 5.0
+
+commands = typer.Typer(
+    help="See a fleet and move its instances, through its controller.", no_args_is_help=True
+)
+
+Addr = Annotated[str, typer.Option(help="Where a controller listens.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the raw answer as JSON.")]
+A = TypeVar("A")
+
+
+class RoleName(StrEnum):
+    SP = "sp"
+    LP = "lp"
+    MIXED = "mixed"
+
+
+_ROLES = {RoleName.SP: pb.ROLE_SP, RoleName.LP: pb.ROLE_LP, RoleName.MIXED: pb.ROLE_MIXED}
+_NAMES = {number: name.value for name, number in _ROLES.items()}
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(commands, name="fleet")
+
+
+@commands.command("status")
+def status(addr: Addr = DEFAULT_CONTROLLER, as_json: AsJson = False) -> None:
+    """Show instances with role, pressure and load, and the other processes."""
+    answer = _ask(addr, lambda stub: stub.GetFleet(pb.GetFleetRequest(), timeout=TIMEOUT_S))
+    _show(answer, as_json, lambda: fleet_view(answer))
+
+
+@commands.command("watch")
+def watch(
+    addr: Addr = DEFAULT_CONTROLLER,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Keep showing it until Ctrl-C."""
+
+    async def run() -> None:
+        with Live(Text(f"waiting for {addr}"), console=Console(), auto_refresh=False) as live:
+            async for answer in _follow(addr, interval):
+                live.update(fleet_view(answer), refresh=True)
+
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(run())
+    except grpc.aio.AioRpcError as error:
+        fail_rpc(error, addr)
+
+
+@commands.command("move")
+def move(
+    instance: str,
+    role: RoleName,
+    addr: Addr = DEFAULT_CONTROLLER,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Give an instance another role. The controller may move it again later; `pin` keeps it there."""
+    request = pb.MoveInstanceRequest(
+        instance_id=instance, role=_ROLES[role], dry_run=dry_run, by=getpass.getuser()
+    )
+    answer = _ask(addr, lambda stub: stub.MoveInstance(request, timeout=TIMEOUT_S))
+    made = answer.move
+    _show(
+        answer,
+        as_json,
+        lambda: Text(f"{made.instance_id}: {_role(made.from_role)} -> {_role(made.to_role)}, {made.outcome}"),
+    )
+
+
+@commands.command("pin")
+def pin(
+    instance: str,
+    role: Annotated[RoleName | None, typer.Argument(help="Also move it there first.")] = None,
+    off: Annotated[bool, typer.Option("--off", help="Let the controller move it again.")] = False,
+    addr: Addr = DEFAULT_CONTROLLER,
+    as_json: AsJson = False,
+) -> None:
+    """Keep an instance in its role whatever the controller wants."""
+    request = pb.PinInstanceRequest(instance_id=instance, pinned=not off, by=getpass.getuser())
+    if role is not None:
+        request.role = _ROLES[role]
+    answer = _ask(addr, lambda stub: stub.PinInstance(request, timeout=TIMEOUT_S))
+    made = answer.instance
+    state = "pinned" if made.pinned else "free to move"
+    _show(answer, as_json, lambda: Text(f"{made.instance_id}: {_role(made.target_role)}, {state}"))
+
+
+@commands.command("history")
+def history(
+    addr: Addr = DEFAULT_CONTROLLER,
+    count: Annotated[int, typer.Option(min=1, max=200, help="How many, newest first.")] = 30,
+    as_json: AsJson = False,
+) -> None:
+    """Show the last moves and why they were made."""
+    request = pb.ListMovesRequest(page_size=count)
+    answer = _ask(addr, lambda stub: stub.ListMoves(request, timeout=TIMEOUT_S))
+    _show(answer, as_json, lambda: moves_view(answer))
+
+
+def fleet_view(answer: pb.GetFleetResponse) -> Group:
+    """Head line, instances, other processes."""
+    leads = f"controller {answer.controller}" if answer.controller else "no controller leads"
+    head = [f"{leads}; pressure SP {answer.sp_pressure:.2f}, LP {answer.lp_pressure:.2f}"]
+    if answer.dry_run:
+        head.append("dry run: roles are not changed")
+    if answer.stale:
+        age_s = answer.age.ToNanoseconds() / 1e9
+        head.append(f"membership is away; this is the state of {age_s:.0f} s ago")
+    table = Table("instance", "shard", "role", "state", "pressure", "waiting", "backlog", "busy", "why")
+    for one in answer.instances:
+        role = _role(one.role)
+        if one.target_role != one.role:
+            role += f" -> {_role(one.target_role)}"
+        seen = one.state != "unseen"
+        table.add_row(
+            one.instance_id,
+            one.shard_id,
+            role + (" (pinned)" if one.pinned else ""),
+            one.state,
+            f"{one.pressure:.2f}" if seen else "-",
+            str(one.queued_count) if seen else "-",
+            f"{one.backlog_s:.2f} s" if seen else "-",
+            f"{one.utilisation:.0%}" if seen else "-",
+            one.reason,
+        )
+    others = Table("process", "kind", "shard", "address", "state")
+    for process in answer.processes:
+        active = f"active, epoch {process.epoch}" if process.epoch else "standby"
+        state = active if process.kind == "scheduler" else "up"
+        others.add_row(process.member_id, process.kind, process.shard_id, process.address, state)
+    parts: list[Any] = [*(Text(line) for line in head), table]
+    return Group(*parts, *([others] if answer.processes else []))
+
+
+def moves_view(answer: pb.ListMovesResponse) -> Table | Text:
+    if not answer.moves:
+        return Text("no move yet")
+    table = Table("when (UTC)", "instance", "move", "why", "pressure SP - LP", "by")
+    for one in answer.moves:
+        when = datetime.fromtimestamp(one.start_time.ToNanoseconds() / 1e9, UTC)
+        first = _role(one.from_role) if one.from_role else "-"
+        table.add_row(
+            f"{when:%Y-%m-%d %H:%M:%S}",
+            one.instance_id,
+            f"{first} -> {_role(one.to_role)}",
+            one.reason,
+            f"{one.pressure_difference:+.2f}",
+            one.outcome.removeprefix("by "),
+        )
+    return table
+
+
+def _role(number: int) -> str:
+    return _NAMES.get(number, "?")  # type: ignore[call-overload, no-any-return]
+
+
+def _show(answer: Message, as_json: bool, view: Callable[[], Any]) -> None:
+    if as_json:
+        typer.echo(MessageToJson(answer, always_print_fields_with_no_presence=True))
+    else:
+        Console().print(view())
+
+
+def _ask(address: str, call: Callable[[Any], Coroutine[Any, Any, A]]) -> A:
+    async def run() -> A:
+        async with grpc.aio.insecure_channel(address) as channel:
+            return await call(FleetServiceStub(channel))  # type: ignore[no-untyped-call]
+
+    try:
+        return asyncio.run(run())
+    except grpc.aio.AioRpcError as error:
+        fail_rpc(error, address)
+
+
+async def _follow(address: str, interval_s: float) -> AsyncIterator[pb.GetFleetResponse]:
+    every = Duration()
+    every.FromNanoseconds(round(interval_s * 1e9))
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = FleetServiceStub(channel)  # type: ignore[no-untyped-call]
+        async for answer in stub.WatchFleet(pb.WatchFleetRequest(interval=every)):
+            yield answer

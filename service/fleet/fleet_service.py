@@ -1,0 +1,294 @@
+"""FleetService: what operators see of a fleet and may do to it.
+
+Every controller serves it, leading or not: members, roles and history are membership's, and a change an
+operator asks for is a write there, by compare and set. Pressures and loads are known to the one that leads;
+another one says who that is. A move that an operator asks for moves a pinned worker too, and stays until the
+controller sees cause to move it again: pin it to keep it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from protos.plaserve.v1 import fleet_pb2 as pb
+from service.core.pressure import PressureSettings, instance_pressure, pool_pressure
+from service.core.reconcile import InstanceLoad, MoveReason
+from service.core.settings import SchedulerSettings
+from service.core.types import Role
+from service.fleet.controller import ELECTION, FleetController
+from service.fleet.membership import (
+    Assignment,
+    Conflict,
+    FleetSnapshot,
+    Member,
+    MemberKind,
+    Membership,
+    MembershipUnavailable,
+    Move,
+)
+
+NAME = "plaserve.v1.FleetService"
+PAGE_MAX = 200
+INTERVAL_S_MIN = 0.1
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_ROLES = {Role.SP: pb.ROLE_SP, Role.LP: pb.ROLE_LP, Role.MIXED: pb.ROLE_MIXED}
+_ROLE_OF = {number: role for role, number in _ROLES.items()}
+
+
+class FleetServicer:
+    """scheduler, knobs: of the controller, so that pressures are shown as it sees them."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        controller: FleetController,
+        scheduler: SchedulerSettings,
+        knobs: PressureSettings | None = None,
+        *,
+        dry_run: bool = False,
+    ) -> None:
+        self._membership = membership
+        self._controller = controller
+        self._scheduler = scheduler
+        self._knobs = knobs or PressureSettings()
+        self._dry_run = dry_run
+
+    @property
+    def handlers(self) -> grpc.GenericRpcHandler:
+        unary = grpc.unary_unary_rpc_method_handler
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "GetFleet": unary(self.get_fleet, pb.GetFleetRequest.FromString, _bytes),
+            "WatchFleet": grpc.unary_stream_rpc_method_handler(
+                self.watch_fleet, pb.WatchFleetRequest.FromString, _bytes
+            ),
+            "MoveInstance": unary(self.move_instance, pb.MoveInstanceRequest.FromString, _bytes),
+            "PinInstance": unary(self.pin_instance, pb.PinInstanceRequest.FromString, _bytes),
+            "ListMoves": unary(self.list_moves, pb.ListMovesRequest.FromString, _bytes),
+        }
+        return grpc.method_handlers_generic_handler(NAME, methods)
+
+    # --- what is there ---
+
+    async def get_fleet(self, request: pb.GetFleetRequest, context: Context) -> pb.GetFleetResponse:
+        return self._fleet()
+
+    async def watch_fleet(
+        self, request: pb.WatchFleetRequest, context: Context
+    ) -> AsyncIterator[pb.GetFleetResponse]:
+        interval_s = request.interval.ToNanoseconds() / 1e9 if request.HasField("interval") else 1.0
+        while True:
+            yield self._fleet()
+            await asyncio.sleep(max(INTERVAL_S_MIN, interval_s))
+
+    async def list_moves(self, request: pb.ListMovesRequest, context: Context) -> pb.ListMovesResponse:
+        moves = self._membership.snapshot().moves
+        size = min(request.page_size or PAGE_MAX, PAGE_MAX)
+        start = 0
+        if request.page_token:  # the number of the last move of the page before
+            older = [i for i, move in enumerate(moves) if str(move.number) == request.page_token]
+            if not older:
+                await context.abort(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    f"page_token: {request.page_token!r} is not of this history; begin anew without one",
+                )
+            start = older[0] + 1
+        page = moves[start : start + size]
+        more = start + size < len(moves)
+        return pb.ListMovesResponse(
+            moves=[_move(move) for move in page], next_page_token=str(page[-1].number) if more else ""
+        )
+
+    # --- what may be done ---
+
+    async def move_instance(
+        self, request: pb.MoveInstanceRequest, context: Context
+    ) -> pb.MoveInstanceResponse:
+        member = await self._worker(request.instance_id, context)
+        role = await self._role(request.role, context)
+        wanted = self._membership.snapshot().assignments.get(member.member_id)
+        from_role = _present(member, wanted)
+        planned = pb.RoleMove(
+            instance_id=member.member_id,
+            from_role=_ROLES[from_role],
+            to_role=_ROLES[role],
+            reason=MoveReason.PINNED.value if wanted is not None and wanted.pinned else "operator",
+            outcome="planned",
+        )
+        if request.dry_run or from_role is role:
+            planned.outcome = "no change" if from_role is role else "planned"
+            return pb.MoveInstanceResponse(move=planned)
+        try:
+            given = await self._membership.assign(
+                member.member_id,
+                role,
+                expected=wanted.number if wanted is not None else 0,
+                reason=MoveReason.PINNED,
+                by=request.by or "operator",
+                force=True,
+            )
+        except Conflict as error:
+            await context.abort(
+                grpc.StatusCode.ABORTED, f"{member.member_id} was moved meanwhile: {error}; look again"
+            )
+            raise AssertionError("abort raises") from None
+        except MembershipUnavailable as error:
+            await _unavailable(context, error)
+        planned.start_time.CopyFrom(_timestamp(given.at_time_s))
+        planned.outcome = "ordered"
+        return pb.MoveInstanceResponse(move=planned)
+
+    async def pin_instance(self, request: pb.PinInstanceRequest, context: Context) -> pb.PinInstanceResponse:
+        member = await self._worker(request.instance_id, context)
+        role = None
+        if request.role != pb.ROLE_UNSPECIFIED:
+            role = await self._role(request.role, context)
+        elif _wanted(self._membership.snapshot(), member) is None:
+            role = _present(member, None)
+        try:
+            given = await self._membership.pin(
+                member.member_id, request.pinned, by=request.by or "operator", role=role
+            )
+        except MembershipUnavailable as error:
+            await _unavailable(context, error)
+        return pb.PinInstanceResponse(instance=self._instance(member, given, {}))
+
+    # --- parts ---
+
+    def _fleet(self) -> pb.GetFleetResponse:
+        snapshot = self._membership.snapshot()
+        loads = {
+            load.instance_id: load for view in self._controller.views.values() for load in view.instances
+        }
+        leader = self._membership.leader(ELECTION)
+        answer = pb.GetFleetResponse(
+            instances=[
+                self._instance(member, _wanted(snapshot, member), loads)
+                for member in snapshot.of(MemberKind.WORKER)
+            ],
+            sp_pressure=self._pool(loads, Role.SP),
+            lp_pressure=self._pool(loads, Role.LP),
+            processes=[
+                _process(member, snapshot)
+                for kind in (MemberKind.SCHEDULER, MemberKind.FRONTEND)
+                for member in snapshot.of(kind)
+            ],
+            controller=leader.candidate if leader is not None else "",
+            stale=snapshot.stale,
+            dry_run=self._dry_run,
+        )
+        answer.age.CopyFrom(_duration(snapshot.age_s))
+        return answer
+
+    def _instance(
+        self, member: Member, wanted: Assignment | None, loads: Mapping[str, InstanceLoad]
+    ) -> pb.FleetInstance:
+        load = loads.get(member.member_id)
+        present = member.report.role if member.report is not None else Role.MIXED
+        target = wanted.role if wanted is not None else present
+        made = pb.FleetInstance(
+            instance_id=member.member_id,
+            shard_id=member.shard,
+            role=_ROLES[present],
+            target_role=_ROLES[target],
+            state="moving" if target is not present else "up" if load is not None else "unseen",
+            pinned=wanted is not None and wanted.pinned,
+            address=member.address,
+            reason=wanted.reason.value if wanted is not None else "",
+        )
+        if load is not None:
+            made.pressure = self._pressure(load)
+            made.queued_count = load.requests_waiting
+            made.backlog_s, made.utilisation = load.backlog_s, load.utilisation
+        return made
+
+    def _pressure(self, load: InstanceLoad) -> float:
+        target_s = self._scheduler.ttft_target_short_s
+        return instance_pressure(load, target_s, self._knobs)
+
+    def _pool(self, loads: Mapping[str, InstanceLoad], role: Role) -> float:
+        return pool_pressure(self._pressure(load) for load in loads.values() if load.role is role)
+
+    async def _worker(self, instance_id: str, context: Context) -> Member:
+        member = self._membership.snapshot().members.get(instance_id)
+        if member is None or member.kind is not MemberKind.WORKER:
+            known = ", ".join(m.member_id for m in self._membership.snapshot().of(MemberKind.WORKER)[:20])
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"instance_id: no worker {instance_id!r} in this fleet; there are {known or 'none'}",
+            )
+            raise AssertionError("abort raises")
+        return member
+
+    async def _role(self, number: pb.Role, context: Context) -> Role:
+        if number not in _ROLE_OF:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "role: say ROLE_SP, ROLE_LP or ROLE_MIXED")
+        return _ROLE_OF[number]
+
+
+def _wanted(snapshot: FleetSnapshot, member: Member) -> Assignment | None:
+    return snapshot.assignments.get(member.member_id)
+
+
+def _present(member: Member, wanted: Assignment | None) -> Role:
+    """The role that it is to have, or else has."""
+    if wanted is not None:
+        return wanted.role
+    return member.report.role if member.report is not None else Role.MIXED
+
+
+def _process(member: Member, snapshot: FleetSnapshot) -> pb.FleetProcess:
+    epochs = [leader.epoch for leader in snapshot.leaders.values() if leader.candidate == member.member_id]
+    return pb.FleetProcess(
+        member_id=member.member_id,
+        kind=member.kind.value,
+        address=member.address,
+        shard_id=member.shard,
+        epoch=max(epochs, default=0),
+    )
+
+
+def _move(move: Move) -> pb.RoleMove:
+    short, long = (float(move.facts.get(f"pressure_{lane}", 0.0)) for lane in ("short", "long"))
+    made = pb.RoleMove(
+        instance_id=move.worker_id,
+        to_role=_ROLES[move.to_role],
+        reason=move.reason.value,
+        pressure_difference=short - long,
+        outcome=f"by {move.by}",
+    )
+    if move.from_role is not None:
+        made.from_role = _ROLES[move.from_role]
+    made.start_time.CopyFrom(_timestamp(move.at_time_s))
+    return made
+
+
+async def _unavailable(context: Context, error: MembershipUnavailable) -> None:
+    await context.abort(
+        grpc.StatusCode.UNAVAILABLE,
+        f"membership is away, so no role can be written: {error}; serving goes on, try again later",
+    )
+
+
+def _timestamp(seconds: float) -> Timestamp:
+    made = Timestamp()
+    made.FromNanoseconds(round(seconds * 1e9))
+    return made
+
+
+def _duration(seconds: float) -> Duration:
+    made = Duration()
+    made.FromNanoseconds(round(seconds * 1e9))
+    return made
+
+
+def _bytes(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
