@@ -32,7 +32,7 @@ from engines.base import EngineError, PassError, check_pass
 from engines.executor.calls import CallBook, InFlight, Live
 from engines.executor.fidelity import Fidelity
 from engines.executor.handover import check_ticket, expire, postpone
-from engines.executor.health import LeakProbe, Progress
+from engines.executor.health import STANDSTILL_S, Faults, LeakProbe, Progress
 from engines.executor.ledger import Ledger
 from engines.executor.measure import measure
 from engines.executor.passes import PassMaker
@@ -71,8 +71,6 @@ from engines.types import (
 
 log = logging.getLogger(__name__)
 
-STANDSTILL_S = 1.0  # a wait that ends so much later than asked was none: a stopped process, a paused machine
-
 
 class ExecutorEngine:
     """See the module text. `capabilities.kv_blocks_total` is replaced by what the executor says of itself.
@@ -105,7 +103,7 @@ class ExecutorEngine:
         self._habit = Habit()
         self._fidelity = Fidelity()
         self._leak = LeakProbe(self._settings.leak_iterations)
-        self._progress = Progress(clock())
+        self._progress, self._faults = Progress(clock()), Faults()
         self._passes_done = 0
         self._gapped = False  # events were lost: blocks that follow unknown ones are no surprise
         self._random = Random()
@@ -219,6 +217,7 @@ class ExecutorEngine:
     def _run(self, pass_: Pass, failed: list[str]) -> PassResult:
         self._take(self._supervisor.receive(0.0))
         self._restart_if_leaked()
+        self._supervisor.give_up_if(self._faults.next_pass())
         begin_s = self._clock()
         self._progress.begin(begin_s)
         check_pass(pass_, self._capabilities, self._book.answered, self._book.prompt_tokens)
@@ -264,8 +263,7 @@ class ExecutorEngine:
             if now_s >= progress_end_s:
                 what = f"no answer and no iteration for {settings.progress_timeout_s} s while calls wait"
                 self._note(Incident.NO_PROGRESS, f"pass {pass_.pass_id}: {what}")
-                self._supervisor.end()
-                raise LinkLost(what)
+                self._supervisor.give_up_if(what)
             if now_s >= pass_end_s:
                 self._passes_done += 1
                 self._progress.gave_up(now_s)
@@ -301,6 +299,7 @@ class ExecutorEngine:
             self._progress.heard(report, self._clock())
             match report:
                 case Answer():
+                    self._faults.heard(report)
                     self._book.answer(report)
                 case Iteration():
                     self._iterated(report)
@@ -384,7 +383,7 @@ class ExecutorEngine:
         self._capabilities = replace(limits, kv_blocks_total=facts.kv_blocks_total)
         self._book.limits = self._capabilities
         self._ledger.blocks_total = facts.kv_blocks_total
-        self._progress = Progress(self._clock())
+        self._progress, self._faults = Progress(self._clock()), Faults()
 
     # --- small things ---
 

@@ -13,6 +13,9 @@ from collections import deque
 
 from engines.executor.types import Answer, ExecutorSettings, Iteration, Report
 
+STANDSTILL_S = 1.0  # a wait that ends so much later than asked was none: a stopped process, a paused machine
+_OF_THE_REQUEST = ("refused:", "Encountered an error when fetching new request")
+
 
 class Progress:
     """The last sign of work, in time that was spent waiting for one: `since` is moved when waiting begins.
@@ -35,6 +38,39 @@ class Progress:
         ran = isinstance(report, Iteration) and report.context_requests + report.generation_requests > 0
         if ran or isinstance(report, Answer):
             self.since, self._silent_s = now_s, 0.0
+
+
+class Faults:
+    """Passes in a row in which the executor gave errors of its own and nothing else.
+
+    After an error in a forward, as of the GPU, TensorRT-LLM answers all requests with it and lives on (read
+    in a source near 1.x, terminateActiveRequests); whether the next forward works nobody knows. What it says
+    of a request that it does not take is not such an error.
+    """
+
+    PASSES_MAX = 3
+
+    def __init__(self) -> None:
+        self._row = 0
+        self._well = False
+        self._error = ""
+
+    def heard(self, answer: Answer) -> None:
+        if answer.error is None:
+            self._well = True
+        elif not answer.error.startswith(_OF_THE_REQUEST):
+            self._error = answer.error
+
+    def next_pass(self) -> str | None:
+        """Why the executor is broken, when it is."""
+        error, well = self._error, self._well
+        self._error, self._well = "", False
+        if well:
+            self._row = 0
+        elif error:
+            self._row += 1
+        broken = self._row >= self.PASSES_MAX
+        return f"nothing but errors in {self._row} passes: {error}" if broken else None
 
 
 class LeakProbe:

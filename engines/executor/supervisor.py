@@ -70,6 +70,12 @@ class Supervisor:
         """End the executor, to start it again."""
         self._link.close()
 
+    def give_up_if(self, broken: str | None) -> None:
+        """Raises LinkLost for an executor that is broken, after it was ended."""
+        if broken is not None:
+            self.end()
+            raise LinkLost(broken)
+
     def restart(self, why: str, now_s: float) -> Facts:
         """Raises EngineError when it does not come up within what is allowed, or never can."""
         while self._stopping is None and self._budget.take(now_s):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.base import EngineError, PassError
-from engines.executor.health import LeakProbe, Progress, RestartBudget
+from engines.executor.engine import ExecutorEngine
+from engines.executor.health import Faults, LeakProbe, Progress, RestartBudget
 from engines.executor.types import (
     Answer,
     BackendUnavailable,
@@ -126,6 +128,60 @@ def test_a_hand_over_is_not_late_while_this_process_stood_still() -> None:
     assert item.error is not None
     assert waits[0] == 5.0
     assert len(waits) > 1
+
+
+BROKEN = "Encountered an error in forwardAsync function: CUDA error: an illegal memory access"
+
+
+def fails(engine: ExecutorEngine, name: str) -> str:
+    engine.submit(asked(name, 20, 4))
+    (item,) = engine.execute(prefill_of((name, 20, 0))).items
+    return item.error or ""
+
+
+def test_an_executor_that_only_gives_errors_is_started_again() -> None:
+    """After an error of its GPU it answers all there is with that error, and lives on."""
+    names = "abcde"
+    link, engine = scripted([[Answer(name, final=True, error=BROKEN)] for name in names])
+    assert [fails(engine, name) for name in names[:-2]] == [BROKEN] * 3
+    engine.submit(asked("d", 20, 4))
+    with pytest.raises(PassError, match="illegal memory access") as caught:
+        engine.execute(prefill_of(("d", 20, 0)))
+    assert caught.value.request_ids == ("d",)
+    assert link.history == ["start", "close", "start"]
+    link.script.pop(0)
+    assert fails(engine, "e") == BROKEN  # counted anew
+    assert link.starts == 2
+
+
+@pytest.mark.parametrize(
+    ("passes", "broken"),
+    [
+        ("eee", True),
+        ("e-e-e", True),  # what brings nothing says nothing
+        ("eewee", False),
+        ("ewe", False),
+        ("rrrr", False),
+        ("ffff", False),
+        (("e", "we", "e", "e"), False),
+        (("e", "re", "e"), True),
+    ],
+)
+def test_errors_of_requests_and_errors_between_answers_are_no_reason_for_that(
+    passes: Sequence[str], broken: bool
+) -> None:
+    said = {
+        "e": Answer("a", final=True, error=BROKEN),
+        "w": Answer("a", (1,)),
+        "r": Answer("a", final=True, error="refused: prompt is too long"),
+        "f": Answer("a", final=True, error="Encountered an error when fetching new request: beam width"),
+    }
+    faults, found = Faults(), None
+    for each in passes:
+        for letter in each.strip("-"):
+            faults.heard(said[letter])
+        found = faults.next_pass()
+    assert (found is not None) is broken
 
 
 @pytest.mark.parametrize("name", ["pass_timeout_s", "progress_timeout_s", "handover_timeout_s"])
