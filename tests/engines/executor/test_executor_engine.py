@@ -206,6 +206,17 @@ def test_what_an_answer_leaves_in_the_cache_is_known_to_the_block(
     assert stats.kv_blocks_free == BLOCKS - stats.kv_blocks_cached
 
 
+def test_requests_of_one_pass_do_not_get_the_same_room() -> None:
+    link, engine = scripted([[Answer("r", (1,))]])
+    for family, name in enumerate("rs"):
+        engine.submit(asked(name, 20, 90, family))  # 14 blocks of 24
+    first, second = engine.execute(prefill_of(("r", 20, 0), ("s", 20, 0))).items
+    assert first.error is None
+    assert second.error is not None
+    assert "14 needed, 10 to be had" in second.error
+    assert [len(calls) for calls in link.calls] == [1]
+
+
 def test_a_block_that_is_computed_again_is_held_twice() -> None:
     made = rig()
     for name in ("first", "second", "third"):

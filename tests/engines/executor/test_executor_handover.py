@@ -10,6 +10,7 @@ from executor_rig import BLOCK, EOS, Rig, answer_of, asked, rig, scripted, ticke
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.base import PassError
 from engines.executor.types import Answer, CallKind, CancelMode, Ending, ExecutorRole
 from engines.types import FinishReason, Pass, PassItem, PassKind
 from tests.executor_fakes.vices import NEVER, VIRTUOUS, Vices
@@ -215,3 +216,26 @@ def test_kv_that_is_gone_on_the_other_side_is_an_error_of_the_request() -> None:
     decode.engine.adopt(asked("r", 20, 6), made)
     assert decode.decode(("r", 20)).items[0].error
     assert decode.held == decode.engine.stats().requests_live == 0
+
+
+def test_an_executor_that_must_not_be_told_is_not_told_of_a_ticket_that_nobody_wants() -> None:
+    done = Answer("r", (5,), True, Ending.NOT_FINISHED, ticket=ticket((5,)))
+    link, engine = scripted([[done]], ExecutorRole.CONTEXT, cancel=CancelMode.UNHEARD)
+    engine.submit(asked("r", 20, 4))
+    engine.execute(Pass(1, PassKind.PREFILL, (PassItem("r", 20, 0),)))
+    engine.cancel("r")
+    assert link.cancelled == []
+
+
+def test_a_context_only_call_that_ended_in_a_pass_that_did_not_takes_no_room_any_more() -> None:
+    done = Answer("r", (5,), True, Ending.NOT_FINISHED, ticket=ticket((5,)))
+    _, engine = scripted([[done]], ExecutorRole.CONTEXT, cancel=CancelMode.UNHEARD, progress_timeout_s=90.0)
+    for family, name in enumerate(("r", "never")):
+        engine.submit(asked(name, 20, 20, family))  # 5 blocks of 24 each
+    with pytest.raises(PassError) as caught:
+        engine.execute(Pass(1, PassKind.PREFILL, (PassItem("r", 20, 0), PassItem("never", 20, 0))))
+    assert caught.value.request_ids == ("r", "never")
+    engine.submit(asked("big", 20, 140, 2))  # 20 blocks: one too many beside the one that runs on
+    (item,) = engine.execute(Pass(2, PassKind.PREFILL, (PassItem("big", 20, 0),))).items
+    assert item.error is not None
+    assert "19 to be had" in item.error

@@ -246,6 +246,35 @@ def test_a_loss_noticed_in_a_cancel_is_raised_by_the_next_pass() -> None:
     assert link.starts == 2
 
 
+def test_a_loss_is_raised_once_and_by_its_first_reason() -> None:
+    link, engine = scripted([[FIRST]])
+    for name in ("r", "s"):
+        engine.submit(asked(name, 20, 4))
+    engine.execute(prefill_of(("r", 20, 0)))
+    link.refuses = True
+    engine.cancel("r")
+    tried = list(link.cancelled)
+    link.refuses = False
+    engine.submit(asked("t", 20, 4))
+    engine.cancel("t")
+    assert link.cancelled == tried
+    with pytest.raises(PassError, match="it is gone"):
+        engine.execute(prefill_of(("s", 20, 0)))
+    link.script.append([Answer("u", (1,), True, Ending.LENGTH)])
+    engine.submit(asked("u", 20, 1))
+    (item,) = engine.execute(prefill_of(("u", 20, 0))).items
+    assert item.error is None
+    assert link.starts == 2
+
+
+def test_a_leak_is_not_made_smaller_by_an_excess_of_before() -> None:
+    probe = LeakProbe(3)
+    probe.saw(1, 0)
+    probe.saw(0, 0)
+    assert [probe.saw(5, 0) for _ in range(3)] == [False, False, True]
+    assert probe.leaked_blocks == 5
+
+
 def test_a_loss_noticed_in_a_hand_over_is_raised_by_the_next_pass() -> None:
     link, engine = scripted([], ExecutorRole.GENERATION)
     link.refuses = True
