@@ -92,7 +92,7 @@ def run(
     """
     if not 0.0 <= link_s < math.inf:
         raise ValueError(f"link_s must be finite and at least 0, got {link_s}")
-    front = _FrontEnd(scheduler, keep_log, keep_records, observer)
+    front = Front(scheduler, keep_log, keep_records, observer)
     agenda = front.agenda
     front.cluster = cluster = Cluster(agenda, front, link_s, token_ids or {})
     for instance in instances:
@@ -105,7 +105,7 @@ def run(
         front.source = arrivals
         agenda.arrivals(_from_source(arrivals))
     if controller is not None:
-        agenda.every(controller.period_s, _Steps(front, controller).step)
+        agenda.every(controller.period_s, Steps(front, controller).step)
     if sample_s is not None:
         front.samples = Samples()
         agenda.every(sample_s, front.sample)
@@ -127,7 +127,7 @@ def _from_source(source: Source) -> Iterator[Planned]:
         yield arrival.request.arrival_s, arrival.request, arrival.lane
 
 
-class _FrontEnd:
+class Front:
     """Drives the core, and keeps the records of what clients would see."""
 
     cluster: Cluster
@@ -344,10 +344,10 @@ class _FrontEnd:
         self.samples.take(self.scheduler, self.agenda.now_s)
 
 
-class _Steps:
+class Steps:
     """The steps of a controller: what it sees each period, and its moves."""
 
-    def __init__(self, front: _FrontEnd, controller: Controller) -> None:
+    def __init__(self, front: Front, controller: Controller) -> None:
         self._front = front
         self._controller = controller
         self._seen = totals(front.scheduler, 0.0)
