@@ -228,6 +228,7 @@ class Child:
         except OSError:
             pass
         finally:
+            self._process.stdout.close()
             if log is not None:
                 log.close()
         self._stop.wait()
@@ -290,9 +291,7 @@ class Child:
         self._keeper.join(2.0)
         if self._connection is not None:
             self._connection.close()
-        if self._process is not None and self._process.stdout is not None:
-            self._process.stdout.close()
-        self._listener.close()
+        self._listener.close()  # what it prints is the keeper's: a process that got away may hold that open
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

@@ -19,6 +19,8 @@ VICES = (
     "hang_at_end",  # shutdown never comes back
     "refuse",  # refuses requests of more than 100 tokens
     "grandchild",  # leaves a process of its own behind
+    "escaped_grandchild",  # one that has left its group, holds its output and prints a little later
+    "flood",  # prints 4 MB for each enqueue
     "no_stats",
     "fork_and_die",  # of the second request: a fork of it lives on and holds the socket
 )
@@ -35,6 +37,10 @@ if vice == "die_at_start":
 if vice == "slow_start":
     import time
     time.sleep(60)
+if vice == "escaped_grandchild":
+    import subprocess, sys
+    later = "import time; time.sleep(2.3); print('late')"
+    subprocess.Popen([sys.executable, "-c", later], start_new_session=True)
 if vice == "grandchild":
     import subprocess, sys
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
@@ -146,6 +152,8 @@ class Executor:
             os._exit(9)
         if VICE == "fork_and_die" and self._done:
             time.sleep(300)
+        if VICE == "flood":
+            print(("x" * 999 + chr(10)) * 4_000, flush=True)
         ids = []
         with self._condition:
             for request in requests:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -329,6 +330,43 @@ def test_processes_of_the_child_end_with_it(make: Make, tmp_path: Path) -> None:
     while _runs(left) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not _runs(left)
+
+
+def test_an_output_that_a_process_of_the_child_holds_is_left_to_it(make: Make) -> None:
+    """It can't be waited for; what reads it ends with it, and fails not."""
+    link = make("escaped_grandchild", close_grace_s=0.2)
+    link.start()
+    readers = {thread for thread in threading.enumerate() if thread.name == "trtllm-keeper"}
+    link.close()
+    for reader in readers:
+        reader.join(20.0)
+        assert not reader.is_alive()
+
+
+def test_a_child_that_prints_without_end_fills_no_memory_and_no_disk(make: Make, tmp_path: Path) -> None:
+    log = tmp_path / "child.log"
+    link = make("flood", printed_bytes=10_000, log=log, log_bytes=200_000)
+    link.start()
+    for name in "abc":
+        link.enqueue([_call(name, max_tokens=1)])
+        heard: list[Report] = []
+        while not any(isinstance(report, Answer) for report in heard):
+            heard += link.receive(5.0)
+    child = link._child
+    assert child is not None
+    assert sum(map(len, child._printed)) <= 10_000 + 65_536  # and the last read
+    assert sum(path.stat().st_size for path in tmp_path.glob("child.log*")) <= 2 * 200_000 + 65_536
+    assert child.last_lines(2).splitlines()[-1].strip("x") == ""
+
+
+def test_after_the_greeting_half_a_message_may_take_any_time(make: Make) -> None:
+    link = make()
+    link.start()
+    assert link._child is not None
+    assert link._child._connection is not None
+    with socket.socket(fileno=os.dup(link._child._connection.fileno())) as its:
+        assert set(its.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)) == {0}
+        assert set(its.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)) != {0}
 
 
 def _runs(pid: int) -> bool:
