@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -70,7 +71,10 @@ class TokenLink:
         self._open_channel = open_channel
         self._settings = settings or TokenLinkSettings()
         self._random = random or Random()
-        self._positions: dict[str, int] = {}  # of answers under way
+        self._positions: dict[str, int] = {}  # of answers that the worker may still have tokens of
+        self._ended: deque[tuple[int, str]] = (
+            deque()
+        )  # of those, complete ones, by the message that ended them
         self._boot_id = ""
         self._running: asyncio.Task[None] | None = None
 
@@ -95,12 +99,24 @@ class TokenLink:
                 raise Broken(f"token {position} of {request_id} is missing; {first} came")
             new = delta.token_ids[position - first :]
             self.forget(request_id)
-            if not delta.finish_reason:
-                self._positions[request_id] = position + len(new)  # the latest last
-                if len(self._positions) > ANSWERS_MAX:
-                    del self._positions[next(iter(self._positions))]
+            self._positions[request_id] = position + len(new)  # the latest last
+            if len(self._positions) > ANSWERS_MAX:
+                del self._positions[next(iter(self._positions))]
+            if delta.finish_reason:
+                self._ended.append((message.sequence, request_id))
             if new:
                 self._deliver(request_id, position, new)
+        while self._ended and self._ended[0][0] <= message.sequence - self._settings.credit:
+            self.forget(self._ended.popleft()[1])  # it was acknowledged, else there was no credit for this
+
+    def begun(self, boot_id: str) -> None:
+        """The worker has read our positions; what had ended by then it has let go."""
+        if boot_id != self._boot_id:
+            self._boot_id = boot_id
+            self._positions.clear()
+        for _, request_id in self._ended:
+            self.forget(request_id)
+        self._ended.clear()
 
     async def _run(self) -> None:
         pause_s = self._settings.backoff_s_min
@@ -127,11 +143,8 @@ class TokenLink:
             response_deserializer=lenient(pb.StreamTokensResponse),
         )()
         try:
-            await call.write(self._first())
-            boot_id = (await self._read(call)).boot_id
-            if boot_id != self._boot_id:
-                self._boot_id = boot_id
-                self._positions.clear()
+            await call.write(self.first())
+            self.begun((await self._read(call)).boot_id)
             self.connected = True
             acknowledged = last = 0
             while True:
@@ -148,7 +161,8 @@ class TokenLink:
             call.cancel()
             await channel.close()
 
-    def _first(self) -> pb.StreamTokensRequest:
+    def first(self) -> pb.StreamTokensRequest:
+        """What a stream begins with."""
         positions = [pb.TokenPosition(request_id=r, token_count=n) for r, n in self._positions.items()]
         return pb.StreamTokensRequest(
             front_end=self._front_end,

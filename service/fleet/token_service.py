@@ -42,9 +42,10 @@ class TokenServicer:
         try:
             first = await context.read()
             name, positions, credit = self._reader(first)
-            await context.write(pb.StreamTokensResponse(boot_id=self._boot_id))
             async with aclosing(messages(self._book, name, positions, credit, opened)) as sent:
                 async for message in sent:
+                    if not message.sequence:
+                        message.boot_id = self._boot_id
                     await context.write(message)
         except BadMessage as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

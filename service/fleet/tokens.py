@@ -270,12 +270,16 @@ class CutOff(Exception):  # noqa: N818 - what happened
 async def messages(
     book: TokenBook, front_end: str, positions: Mapping[str, int], credit: int, opened: Callable[[int], None]
 ) -> AsyncGenerator[pb.StreamTokensResponse, None]:
-    """What one stream sends, coalesced. opened: told the number of the stream. Raises CutOff, BadMessage."""
+    """What one stream sends, coalesced. Its first message, and now and then another, is empty.
+
+    opened: told the number of the stream. Raises CutOff, BadMessage.
+    """
     loop, wake, settings = asyncio.get_running_loop(), asyncio.Event(), book.settings
     stream = book.attach(front_end, positions, wake.set, loop.time())
     opened(stream)
     next_s = loop.time()
     try:
+        yield pb.StreamTokensResponse()  # the positions are read
         while True:
             if book.unsent(front_end) < settings.tokens_max and next_s > loop.time():
                 await asyncio.sleep(next_s - loop.time())
