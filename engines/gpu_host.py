@@ -63,6 +63,17 @@ class GpuHost:
         return cls(gpus, there.tensorrt_llm, there.tensorrt, python, no_gpus)
 
 
+def memory_used(gpu: Gpu, *, smi: str = "nvidia-smi") -> int | None:
+    """Bytes of `gpu` that processes hold now; None where that can't be told."""
+    command = [smi, "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+        rows = [line.split(",") for line in done.stdout.splitlines() if line.strip()]
+        return {uuid.strip(): int(mib) * _MIB for uuid, mib in rows}.get(gpu.uuid)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
 def release(version: str | None) -> str | None:
     """Without the number of a repackaging: the wheel of TensorRT 10.13.3.9 may be 10.13.3.9.post1, while the
     library in it still says 10.13.3.9."""

@@ -348,4 +348,9 @@ STEPS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is written, and the GPU is freed with the process. What the libraries do when an interpreter ends
+    # (MPI, CUDA) can hang or crash, and a step that is through would count as failed.
+    os._exit(_status)

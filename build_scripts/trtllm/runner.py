@@ -35,7 +35,7 @@ from engines.base import EngineError, PassError
 from engines.bundle_base import MANIFEST, BundleMismatch
 from engines.executor.types import BackendUnavailable, LinkLost
 from engines.gpu_bundle import open_gpu_bundle
-from engines.gpu_host import Gpu, GpuHost
+from engines.gpu_host import Gpu, GpuHost, memory_used
 from engines.trtllm_child.config import Driver
 from engines.trtllm_child.guard import PINNED, check_version
 
@@ -44,6 +44,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION_TIMEOUT_S = 120.0
 _WORDS_OF_MODELS = ("mpt", "vila", "llava-onevision-qwen2")
 _WORDS_OF_TEXTS = ("scienceqa", "science_qa", "cnn_dailymail")
+_BUSY_BYTES = 1_000_000_000  # a display or a driver takes less
 _REFUSALS = (CheckpointError, BackendUnavailable, LinkLost, EngineError, PassError)
 
 Action = Callable[[Path], str]  # writes a step's outputs into the folder; returns what to show
@@ -76,6 +77,7 @@ def build(
         make_plan(spec, target)  # refuses what does not fit before anything is read or downloaded
         if spec.checkpoint is not None:
             steps.check_source(spec, spec.checkpoint)
+        _check_idle(gpu)
         store = Store(spec.work_dir.resolve(), quick=True)
         with Store(store.root.parent / f"gpu-{gpu.uuid}").lock(), store.lock():
             source = _source(spec, store, force)
@@ -126,6 +128,16 @@ def find_gpu(spec: TrtLlmSpec, host: GpuHost) -> Gpu:
             "CUDA_VISIBLE_DEVICES that it is for"
         )
     return host.gpus[0]
+
+
+def _check_idle(gpu: Gpu) -> None:
+    """Raises BuildError where something else is on the GPU: kernels are timed, and pools are large."""
+    used = memory_used(gpu)
+    if used is not None and used > _BUSY_BYTES:
+        raise BuildError(
+            f"{gpu.name}: {used / 1e9:.1f} GB of it are taken by something else (see nvidia-smi); end that, "
+            "or leave the GPU out of CUDA_VISIBLE_DEVICES"
+        )
 
 
 def find_target(spec: TrtLlmSpec, host: GpuHost, gpu: Gpu) -> Target:

@@ -144,6 +144,17 @@ def test_every_way_to_end_is_told_apart(tmp_path: Path, code: str, said: str) ->
         _run(tmp_path, _python(tmp_path, {"tensorrt": "", "tensorrt_llm": code}))
 
 
+@pytest.mark.parametrize("end", ["os.abort()", "time.sleep(600)"])
+def test_libraries_that_fail_when_the_interpreter_ends_do_not_undo_a_step(tmp_path: Path, end: str) -> None:
+    code = f"""
+        import atexit, os, time
+        atexit.register(lambda: {end})
+        __version__ = "1.2.1"
+    """
+    python = _python(tmp_path, {"tensorrt": "__version__ = '10.0'", "tensorrt_llm": code})
+    assert _run(tmp_path, python)["tensorrt_llm"] == "1.2.1"
+
+
 def test_an_answer_of_an_earlier_run_is_never_taken_for_one(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "convert.result.json").write_text('{"ok": true}')

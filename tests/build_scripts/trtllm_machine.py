@@ -165,7 +165,11 @@ def write_python(
 
 
 def write_smi(
-    directory: Path, name: str = "NVIDIA H200", mib: int = GPU_MIB, driver: str = "570.124.06"
+    directory: Path,
+    name: str = "NVIDIA H200",
+    mib: int = GPU_MIB,
+    driver: str = "570.124.06",
+    used_mib: int = 4,
 ) -> Path:
     """`nvidia-smi` that lists one GPU; returns the folder for PATH."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -175,6 +179,7 @@ def write_smi(
         "name": name,
         "compute_cap": "9.0",
         "memory.total": str(mib),
+        "memory.used": str(used_mib),
         "driver_version": driver,
         "mig.mode.current": "Disabled",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ from build_scripts.trtllm.plan import make_plan
 from build_scripts.trtllm.spec import Quantisation, TrtLlmSpec, trtllm_spec
 from engines.bundle_base import BundleMismatch
 from engines.gpu_bundle import read_gpu_manifest
-from engines.gpu_host import Gpu, GpuHost
+from engines.gpu_host import Gpu, GpuHost, memory_used
 from engines.trtllm_child.guard import installed
 from tests.build_scripts import trtllm_machine as machine
 from tests.build_scripts.trtllm_machine import Heard, build, opened
@@ -220,6 +221,34 @@ def test_engines_are_compared_with_small_pools(spec: TrtLlmSpec) -> None:
     pools = [one.config.kv_blocks * machine.BLOCK for one in engines[:2]]
     assert pools == [2 * machine.CONTEXT] * 2
     assert pools[0] < opened(spec).manifest.limits.kv_blocks * machine.BLOCK
+
+
+def test_a_gpu_that_something_else_uses_is_not_built_on(
+    spec: TrtLlmSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for used_mib in (300, 30_000):  # a display; another engine
+        smi = machine.write_smi(tmp_path / str(used_mib), used_mib=used_mib)
+        monkeypatch.setenv("PATH", str(smi), prepend=":")
+        if used_mib == 300:
+            assert build(spec).ran == []
+    with pytest.raises(BuildError, match=r"NVIDIA H200: 31\.5 GB of it are taken by something else"):
+        build(spec)
+    (smi / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    assert memory_used(Gpu("x", "9.0", 1, "1", "GPU-0a")) is None
+
+
+def test_another_build_of_the_same_recipe_is_verified_and_published(spec: TrtLlmSpec) -> None:
+    """Kernels are chosen by time: the same arguments need not give the same plan."""
+    folder = spec.work_dir / "build-sp-plugin"
+    content = b"\t".join((folder / "rank0.engine").read_bytes().rsplit(b" ", 1))  # means the same
+    (folder / "rank0.engine").unlink()  # it is linked into the bundle
+    (folder / "rank0.engine").write_bytes(content)
+    record = json.loads((folder / "step.json").read_text())
+    record["outputs"]["rank0.engine"] = hashlib.sha256(content).hexdigest()
+    (folder / "step.json").write_text(json.dumps(record))
+    assert build(spec).ran == ["choose", "share", "verify", "calibrate", "manifest", "publish"]
+    assert (Path(spec.target) / "sp" / "rank0.engine").read_bytes() == content
+    opened(spec)
 
 
 @pytest.mark.parametrize("separate_lp", [False, True])
