@@ -58,11 +58,11 @@ class GrpcLoadSource:
         self,
         observer_id: str,
         locate: Callable[[str], str | None],
-        credentials: grpc.ChannelCredentials | None = None,
+        open_channel: Callable[[str], grpc.aio.Channel],
     ) -> None:
         self._observer_id = observer_id
         self._locate = locate
-        self._credentials = credentials
+        self._open_channel = open_channel
         self._channels: dict[str, grpc.aio.Channel] = {}  # by address
 
     async def load(self, shard: str) -> FleetView | None:
@@ -86,10 +86,7 @@ class GrpcLoadSource:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            if self._credentials is None:
-                self._channels[address] = grpc.aio.insecure_channel(address)
-            else:
-                self._channels[address] = grpc.aio.secure_channel(address, self._credentials)
+            self._channels[address] = self._open_channel(address)
         return self._channels[address]
 
 

@@ -64,17 +64,13 @@ Locate = Callable[[], Awaitable[str | None]]  # address of the scheduler that is
 
 
 class GrpcSchedulerLink:
-    """credentials: None for plaintext."""
+    """open_channel: makes a channel to an address, plain or with TLS (service/rpc/tls.py)."""
 
     def __init__(
-        self,
-        locate: Locate,
-        credentials: grpc.ChannelCredentials | None = None,
-        *,
-        seed: int | None = None,
+        self, locate: Locate, open_channel: Callable[[str], grpc.aio.Channel], *, seed: int | None = None
     ) -> None:
         self._locate = locate
-        self._credentials = credentials
+        self._open_channel = open_channel
         self._jitter = random.Random(seed)
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
@@ -136,11 +132,7 @@ class GrpcSchedulerLink:
 
     async def _open(self, address: str, front_end_id: str) -> Welcome | None:
         """None: a standby. Raises AioRpcError, BadMessage."""
-        options = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
-        if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, options=options)
-        else:
-            self._channel = grpc.aio.secure_channel(address, self._credentials, options=options)
+        self._channel = self._open_channel(address)
         self._call = self._channel.stream_stream(
             METHOD,
             request_serializer=pb.FrontEndMessage.SerializeToString,

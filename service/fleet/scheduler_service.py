@@ -84,11 +84,17 @@ class SchedulerServicer:
         self._owner: dict[str, _FrontEnd] = {}  # wire id -> whose
         self._placed: dict[str, str] = {}  # wire id -> instance
         self.active = True  # False: new streams are told to look for another scheduler
+        self._over = asyncio.Event()
 
     @property
     def front_ends(self) -> int:
         """Streams with live requests."""
         return len({id(owner) for owner in self._owner.values()})
+
+    def step_down(self) -> None:
+        """End every stream: front ends take what nobody has seen a token of to the next scheduler."""
+        self.active = False
+        self._over.set()
 
     # --- gRPC ---
 
@@ -96,7 +102,7 @@ class SchedulerServicer:
     def handlers(self) -> grpc.GenericRpcHandler:
         """To be registered with a server. Bytes that are no message reach `requests` as None."""
         method = grpc.stream_stream_rpc_method_handler(
-            self.requests, _lenient, pb.SchedulerMessage.SerializeToString
+            self.requests, lenient_front_end, pb.SchedulerMessage.SerializeToString
         )
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {"Requests": method}
         if self._load is not None:
@@ -128,15 +134,17 @@ class SchedulerServicer:
             self._gone(front_end)
 
     async def _next(self, front_end: _FrontEnd, reading: asyncio.Task[None]) -> pb.SchedulerMessage | None:
-        """The next message to it; None when its side of the stream has ended, or it lags."""
-        if front_end.out.empty():
-            waiting = asyncio.create_task(front_end.out.get())
-            await asyncio.wait({waiting, reading}, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                waiting.cancel()
-                return None
-            return waiting.result()
-        return None if front_end.lagging else front_end.out.get_nowait()
+        """The next message to it; None when its side of the stream has ended, it lags, or all is over."""
+        if not front_end.out.empty():
+            return None if front_end.lagging or self._over.is_set() else front_end.out.get_nowait()
+        waiting = asyncio.ensure_future(front_end.out.get())
+        over = asyncio.ensure_future(self._over.wait())
+        try:
+            await asyncio.wait({waiting, over, reading}, return_when=asyncio.FIRST_COMPLETED)
+            return waiting.result() if waiting.done() and not over.done() else None
+        finally:
+            waiting.cancel()
+            over.cancel()
 
     async def _explain(self, front_end: _FrontEnd, reading: asyncio.Task[None], context: Context) -> None:
         """End the stream with what was wrong with it, if anything was."""
@@ -254,7 +262,7 @@ class SchedulerServicer:
     def ended(self, record: RequestRecord) -> None: ...
 
 
-def _lenient(data: bytes) -> pb.FrontEndMessage | None:
+def lenient_front_end(data: bytes) -> pb.FrontEndMessage | None:
     try:
         return pb.FrontEndMessage.FromString(data)
     except DecodeError:

@@ -118,7 +118,7 @@ async def front(
         return where[0]
 
     placed: list[tuple[str, str]] = []
-    link = GrpcSchedulerLink(locate, seed=1)
+    link = GrpcSchedulerLink(locate, grpc.aio.insecure_channel, seed=1)
     runtime = RemoteRuntime(name, link, settings, placed=lambda *pair: placed.append(pair))
     await runtime.start()
     try:

@@ -1,0 +1,212 @@
+"""An active scheduler: one leadership of one shard, from its election to its end.
+
+It holds the scheduling core and a link to every worker of the shard, as membership shows them. A worker that
+joins is taken over, one whose link is down leaves the core at once and is tried again while membership still
+has it; one that leaves membership is given up. Roles are labels: what a worker reports is what the core is
+told. A worker that obeys a newer epoch ends the reign: somebody else leads.
+
+Front ends are served once the first worker has said what it can do, since that is what they check requests
+against; until then this process says that it is a standby.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from service.core.scheduler import PrefillScheduler
+from service.core.types import InstanceSpec, Role, RoleChanged
+from service.fleet.health import LinkSettings
+from service.fleet.link import Caller
+from service.fleet.load import LoadReport
+from service.fleet.membership import FleetSnapshot, Member, MemberKind, Membership
+from service.fleet.remote_worker import OpenChannel, RemoteWorker, WorkerUnavailable
+from service.fleet.scheduler_service import SchedulerIdentity, SchedulerServicer
+from service.runtime.contract import Observer
+from service.runtime.pump import Pump
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5  # after a worker could not be taken over, or was lost
+
+
+def election_of(shard: str) -> str:
+    """The election that the schedulers of a shard stand in."""
+    return f"shard-{shard}"
+
+
+def front_end_of(wire_id: str) -> str:
+    """Front ends put their name before every wire id."""
+    return wire_id.partition("/")[0]
+
+
+@dataclass(slots=True)
+class _Held:
+    """A worker that is, or is to be, in use. incarnation: how often it was taken over in this reign."""
+
+    member: Member
+    incarnation: int = 0
+    worker: RemoteWorker | None = None
+    task: asyncio.Task[None] | None = None
+    role: Role = Role.MIXED
+
+
+@dataclass(slots=True)
+class Reign:
+    """See the module text. ended: set to why it can't go on."""
+
+    shard: str
+    scheduler_id: str
+    epoch: int
+    scheduler: PrefillScheduler
+    membership: Membership
+    open_channel: OpenChannel
+    backend: str
+    policy: str
+    observers: Sequence[Observer] = ()
+    settings: LinkSettings | None = None
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    servicer: SchedulerServicer | None = None
+    ended: asyncio.Future[str] = field(init=False)
+    pump: Pump = field(init=False)
+    _held: dict[str, _Held] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _watching: asyncio.Task[None] | None = None
+    _heard: list[Observer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ended = asyncio.get_running_loop().create_future()
+        self._heard = list(self.observers)  # the servicer joins it when it is there
+        self.pump = Pump(self.scheduler, [], self._heard, needs_instance=False)
+
+    async def start(self) -> None:
+        await self.pump.start()
+        self.pump.broken.add_done_callback(lambda broken: self._end(f"the core failed: {broken.result()}"))
+        self._watching = asyncio.create_task(self._watch(), name=f"workers of {self.shard}")
+
+    async def close(self) -> None:
+        """End it: every request is answered, every link closed. Workers wait for the next scheduler."""
+        self._end("closed")
+        if self.servicer is not None:
+            self.servicer.step_down()
+        tasks = [task for task in (self._watching, *self._tasks) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.pump.close()
+
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """Those in use now."""
+        return tuple(name for name, held in self._held.items() if held.worker is not None)
+
+    # --- workers ---
+
+    async def _watch(self) -> None:
+        async for snapshot in self.membership.watch():
+            self._reconcile(snapshot)
+        self._end("membership was closed")
+
+    def _reconcile(self, snapshot: FleetSnapshot) -> None:
+        """Hold exactly the workers that are there. A stale snapshot takes nobody away."""
+        members = {member.member_id: member for member in snapshot.of(MemberKind.WORKER, self.shard)}
+        for name, member in members.items():
+            held = self._held.get(name)
+            if held is None:
+                held = self._held[name] = _Held(member)
+                self._begin(name, held)
+            moved = held.member.address != member.address or held.member.incarnation != member.incarnation
+            held.member = member
+            if moved and held.worker is not None:
+                held.worker.lost("it joined again as another process")
+            self._follow_role(held)
+        for name in list(self._held) if not snapshot.stale else ():
+            if name not in members:
+                self._give_up(name)
+
+    def _begin(self, name: str, held: _Held) -> None:
+        held.task = asyncio.create_task(self._use(name, held), name=f"worker {name}")
+        self._tasks.add(held.task)
+        held.task.add_done_callback(self._tasks.discard)
+
+    async def _use(self, name: str, held: _Held) -> None:
+        """Take the worker over, use it until it is down, and again, while it is a member."""
+        while True:
+            held.incarnation += 1
+            caller = Caller(self.scheduler_id, self.epoch, held.incarnation, attempt=0)
+            worker = RemoteWorker(
+                held.member.address, caller, self.open_channel, self.settings, front_end_of=front_end_of
+            )
+            worker.stale.add_done_callback(self._is_stale)
+            try:
+                spec = await worker.start()
+                self._add(name, held, worker, spec)
+                log.info("worker %s is in use, take-over %d", name, held.incarnation)
+                log.warning("worker %s is down: %s", name, await asyncio.shield(worker.down))
+            except WorkerUnavailable as error:
+                log.warning("worker %s can't be used: %s", name, error)
+            except ValueError as error:
+                log.error("worker %s is refused: %s", name, error)
+            finally:
+                if held.worker is worker:
+                    held.worker = None
+                    self.pump.remove(name, "its link is down")
+                await worker.close()
+            await asyncio.sleep(RETRY_S)
+
+    def _add(self, name: str, held: _Held, worker: RemoteWorker, spec: InstanceSpec) -> None:
+        """Raises ValueError for a worker that says it is another one."""
+        if spec.instance_id != name:
+            raise ValueError(f"{held.member.address} calls itself {spec.instance_id}, membership says {name}")
+        if self.servicer is None:
+            self._open_to_front_ends(held.member, spec)
+        held.role = spec.role
+        self.pump.add(worker)
+        held.worker = worker
+        self._follow_role(held)
+
+    def _follow_role(self, held: _Held) -> None:
+        report = held.member.report
+        if held.worker is not None and report is not None and report.role is not held.role:
+            held.role = report.role
+            self.pump.send(RoleChanged(held.member.member_id, report.role))
+
+    def _give_up(self, name: str) -> None:
+        held = self._held.pop(name)
+        if held.worker is not None:
+            held.worker.lost("it left the fleet")
+        if held.task is not None:
+            held.task.cancel()
+
+    # --- front ends ---
+
+    def _open_to_front_ends(self, member: Member, spec: InstanceSpec) -> None:
+        facts = member.facts
+        identity = SchedulerIdentity(
+            self.scheduler_id,
+            self.epoch,
+            str(facts.get("model", "")),
+            str(facts.get("backend", self.backend)),
+            self.policy,
+            str(facts.get("bundle_id", "")),
+            spec.capabilities,
+        )
+        load = LoadReport(self.scheduler, self.epoch, asyncio.get_running_loop().time)
+        self.servicer = SchedulerServicer(self.pump, identity, relay=False, load=load)
+        self._heard.append(self.servicer)
+        self.ready.set()
+
+    # --- its end ---
+
+    def _is_stale(self, stale: asyncio.Future[int]) -> None:
+        if not stale.cancelled():
+            self._end(f"a worker obeys epoch {stale.result()}, this one is {self.epoch}")
+
+    def _end(self, why: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(why)
+
+
+Starter = Callable[[int], Reign]  # epoch -> the reign with it
