@@ -17,9 +17,9 @@ automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
   runAsNonRoot: true
-  runAsUser: {{ .Values.security.user }}
-  runAsGroup: {{ .Values.security.group }}
-  fsGroup: {{ .Values.security.group }}
+  runAsUser: {{ int64 .Values.security.user }}
+  runAsGroup: {{ int64 .Values.security.group }}
+  fsGroup: {{ int64 .Values.security.group }}
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile:
     type: RuntimeDefault
@@ -39,6 +39,8 @@ capabilities:
 
 {{- define "plaserve.podCommon" -}}
 {{ include "plaserve.podSafety" .root }}
+# The process is not the first one: that one ignores SIGTERM until it has a handler, so a worker that loads would.
+shareProcessNamespace: true
 terminationGracePeriodSeconds: {{ include "plaserve.grace" . }}
 {{- with .values.priorityClassName }}
 priorityClassName: {{ . | quote }}
