@@ -7,99 +7,24 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import stub_trtllm
+from child_rig import CONFIG, Make, call, hear, hear_the_end
 
 from engines.executor.types import (
     Answer,
     BackendUnavailable,
-    Call,
     CallKind,
     Ending,
-    ExecutorRole,
     Iteration,
     LinkLost,
     Report,
 )
-from engines.trtllm_child.config import ChildConfig, Driver
 from engines.trtllm_link import ChildLink
 from engines.trtllm_process import ChildSettings
-
-CONFIG = ChildConfig(
-    driver=Driver.ENGINE,
-    model_dir="/no/engine",
-    version="1.2.1",
-    role=ExecutorRole.BOTH,
-    requests_max=8,
-    pass_tokens_max=2_048,
-    context_tokens_max=3_200,
-    block_tokens=32,
-    kv_blocks=100,
-)
-Make = Callable[..., ChildLink]
-
-
-@pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stub_trtllm.write(tmp_path_factory.mktemp("stub"))
-
-
-@pytest.fixture
-def make(stub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Links whose child has a vice; afterwards nothing of theirs may be left."""
-    private = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short: a socket's path is
-    monkeypatch.setattr(tempfile, "tempdir", str(private))
-    links: list[ChildLink] = []
-    before = _descriptors()
-
-    def make(vice: str = "", version: str = "1.2.1", **settings: object) -> ChildLink:
-        environment = {"PYTHONPATH": str(stub), "STUB_VICE": vice, "STUB_VERSION": version}
-        given = {"start_timeout_s": 30.0, "close_grace_s": 1.0, **settings}
-        links.append(ChildLink(CONFIG, Path(sys.executable), ChildSettings(environment=environment, **given)))  # type: ignore[arg-type]
-        return links[-1]
-
-    yield make
-    for link in links:
-        link.close()
-    assert not list(private.iterdir()), "a private directory was left"
-    private.rmdir()
-    assert _descriptors() == before, "descriptors leaked"
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)  # no child, no zombie
-
-
-def _descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def _call(name: str, tokens: int = 40, max_tokens: int = 3, kind: CallKind = CallKind.GENERATE) -> Call:
-    return Call(name, kind, tuple(range(tokens)), max_tokens)
-
-
-def _hear(link: ChildLink, finals: int, timeout_s: float = 10.0) -> list[Report]:
-    """Reports until so many calls ended."""
-    heard: list[Report] = []
-    deadline = time.monotonic() + timeout_s
-    while sum(isinstance(r, Answer) and r.final for r in heard) < finals:
-        assert time.monotonic() < deadline, heard
-        heard += link.receive(0.2)
-    return heard
-
-
-def _hear_the_end(link: ChildLink, timeout_s: float = 10.0) -> str:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        try:
-            link.receive(0.2)
-        except LinkLost as lost:
-            return str(lost)
-    raise AssertionError("it lives")
 
 
 def test_a_child_says_what_it_is_and_answers(make: Make) -> None:
@@ -107,8 +32,8 @@ def test_a_child_says_what_it_is_and_answers(make: Make) -> None:
     facts = link.start()
     assert (facts.version, facts.kv_blocks_total, facts.block_tokens) == ("1.2.1", 100, 32)
     assert link.receive(0.0) == []
-    link.enqueue([_call("a"), _call("b", 400, 1, CallKind.CONTEXT_ONLY)])
-    heard = _hear(link, 2)
+    link.enqueue([call("a"), call("b", 400, 1, CallKind.CONTEXT_ONLY)])
+    heard = hear(link, 2)
     assert isinstance(heard[0], Iteration), "statistics come before the answers of their moment"
     assert heard[0].context_tokens == 440
     answers = [report for report in heard if isinstance(report, Answer)]
@@ -127,7 +52,7 @@ def test_receive_waits_no_longer_than_told(make: Make) -> None:
     """Ten waits of 20 ms end; a receive that waits for something would time the test out."""
     link = make("hang")
     link.start()
-    link.enqueue([_call("a")])
+    link.enqueue([call("a")])
     assert [link.receive(0.02) for _ in range(10)] == [[]] * 10
 
 
@@ -138,7 +63,7 @@ def test_a_killed_child_is_lost_by_name_and_starts_again(make: Make, number: sig
     first = link.pid
     assert first is not None
     os.kill(first, number)
-    text = _hear_the_end(link)
+    text = hear_the_end(link)
     assert f"child {first}" in text
     assert number.name in text
     assert "stub of TensorRT-LLM 1.2.1" in text, "its last lines are shown"
@@ -147,36 +72,36 @@ def test_a_killed_child_is_lost_by_name_and_starts_again(make: Make, number: sig
             act()
     link.start()
     assert link.pid not in (None, first)
-    link.enqueue([_call("again")])
-    assert _hear(link, 1)
+    link.enqueue([call("again")])
+    assert hear(link, 1)
 
 
 def test_what_was_heard_before_the_end_is_told_before_it(make: Make) -> None:
     link = make("segfault_on_cancel")
     link.start()
-    link.enqueue([_call("a")])
+    link.enqueue([call("a")])
     link.cancel("unknown")  # ignored: the executor is not even asked
-    link.enqueue([_call("b", max_tokens=1)])
+    link.enqueue([call("b", max_tokens=1)])
     time.sleep(0.3)
     assert link.pid is not None
     os.kill(link.pid, signal.SIGKILL)
     time.sleep(0.1)
-    assert {r.call_id for r in _hear(link, 2) if isinstance(r, Answer)} == {"a", "b"}
-    _hear_the_end(link)
+    assert {r.call_id for r in hear(link, 2) if isinstance(r, Answer)} == {"a", "b"}
+    hear_the_end(link)
 
 
 def test_a_crash_on_cancel_is_lost_with_what_it_printed(make: Make) -> None:
     link = make("segfault_on_cancel")
     link.start()
-    link.enqueue([_call("a", max_tokens=1_000)])
-    link.enqueue([_call("b", max_tokens=1_000)])
+    link.enqueue([call("a", max_tokens=1_000)])
+    link.enqueue([call("b", max_tokens=1_000)])
     for name in ("a", "b") * 50:  # one of them is caught while it is known
         try:
             link.cancel(name)
-            link.enqueue([_call(name, max_tokens=1_000)])
+            link.enqueue([call(name, max_tokens=1_000)])
         except LinkLost:
             break
-    text = _hear_the_end(link)
+    text = hear_the_end(link)
     assert "SIGSEGV" in text
     assert "Signal: Segmentation fault" in text
 
@@ -185,8 +110,8 @@ def test_garbage_is_a_lost_link_that_shows_it(make: Make) -> None:
     link = make("garbage")
     link.start()
     pid = link.pid
-    link.enqueue([_call("a")])
-    text = _hear_the_end(link)
+    link.enqueue([call("a")])
+    text = hear_the_end(link)
     assert "garbage" in text
     assert "half a mess" in text
     assert pid is not None
@@ -197,8 +122,8 @@ def test_garbage_is_a_lost_link_that_shows_it(make: Make) -> None:
 def test_a_child_whose_fork_holds_its_socket_is_lost_all_the_same(make: Make) -> None:
     link = make("fork_and_die")
     link.start()
-    link.enqueue([_call("a")])
-    assert "exit code 9" in _hear_the_end(link)
+    link.enqueue([call("a")])
+    assert "exit code 9" in hear_the_end(link)
 
 
 def test_a_child_that_dies_at_its_start(make: Make) -> None:
@@ -254,8 +179,8 @@ def test_no_interpreter(make: Make, tmp_path: Path) -> None:
 def test_one_refused_call_does_not_hurt_the_others(make: Make) -> None:
     link = make("refuse")
     link.start()
-    link.enqueue([_call("long", 101), _call("short", 5)])
-    answers = [r for r in _hear(link, 2) if isinstance(r, Answer)]
+    link.enqueue([call("long", 101), call("short", 5)])
+    answers = [r for r in hear(link, 2) if isinstance(r, Answer)]
     errors = {answer.call_id: answer.error for answer in answers if answer.final}
     assert "exceeds maximum 100" in (errors["long"] or "")
     assert errors["short"] is None
@@ -266,7 +191,7 @@ def test_who_waits_for_a_child_is_told_that_the_service_ends(make: Make, vice: s
     link, told = make(vice), []
     if waits_in == "receive":
         link.start()
-        link.enqueue([_call("a")])
+        link.enqueue([call("a")])
 
     def wait() -> None:
         try:
@@ -291,7 +216,7 @@ def test_who_waits_for_a_child_is_told_that_the_service_ends(make: Make, vice: s
 def test_an_executor_that_does_not_end_is_ended(make: Make, vice: str) -> None:
     link = make(vice, close_grace_s=0.3)
     link.start()
-    link.enqueue([_call("a")])
+    link.enqueue([call("a")])
     time.sleep(0.1)
     pid = link.pid
     assert pid is not None
@@ -315,7 +240,7 @@ def test_a_stopped_child_that_takes_no_message_is_lost(make: Make) -> None:
     link.start()
     assert link.pid is not None
     os.kill(link.pid, signal.SIGSTOP)
-    calls = [_call("a", tokens=2_000_000)]  # more than a socket holds
+    calls = [call("a", tokens=2_000_000)]  # more than a socket holds
     with pytest.raises(LinkLost, match=r"took no message for 0\.3 s"):
         link.enqueue(calls)
 
@@ -348,7 +273,7 @@ def test_a_child_that_prints_without_end_fills_no_memory_and_no_disk(make: Make,
     link = make("flood", printed_bytes=10_000, log=log, log_bytes=200_000)
     link.start()
     for name in "abc":
-        link.enqueue([_call(name, max_tokens=1)])
+        link.enqueue([call(name, max_tokens=1)])
         heard: list[Report] = []
         while not any(isinstance(report, Answer) for report in heard):
             heard += link.receive(5.0)
@@ -387,7 +312,7 @@ def test_a_child_ends_with_its_parent(stub: Path, tmp_path: Path, stopped: bool)
         "from engines.trtllm_process import ChildSettings\n"
         "env = {'PYTHONPATH': sys.argv[2], 'STUB_VICE': 'hang'}\n"
         "link = ChildLink(CONFIG, Path(sys.executable), ChildSettings(environment=env))\n"
-        "link.start()\nlink.enqueue([_call('a')])\nprint(link.pid, flush=True)\ntime.sleep(60)\n"
+        "link.start()\nlink.enqueue([call('a')])\nprint(link.pid, flush=True)\ntime.sleep(60)\n"
     )
     here = Path(__file__).parent
     root = here.parents[2]
