@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_every_value_is_explained() -> None:
     theirs = re.compile(r"^\s*(requests|limits|nvidia\.com/gpu\.product|operator|effect|- key):")
     unexplained = [
         line
-        for above, line in zip(lines, lines[1:], strict=False)
+        for above, line in pairwise(lines)
         if re.match(r"^\s*(- )?[A-Za-z]\w*:", line)
         and not theirs.match(line)
         and not above.lstrip(" -").startswith("#")

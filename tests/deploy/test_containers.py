@@ -46,7 +46,7 @@ def test_hadolint_finds_nothing(file: Path) -> None:
 
 
 def ignored(path: str) -> bool:
-    """As .dockerignore says: the last pattern that holds decides; a parent that is let in lets in its files."""
+    """As .dockerignore says: the last pattern that holds, for the path or a parent of it, decides."""
     result = False
     for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
         pattern = line.strip().removeprefix("!")
