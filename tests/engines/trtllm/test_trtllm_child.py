@@ -308,7 +308,7 @@ def test_a_child_ends_with_its_parent(stub: Path, tmp_path: Path, stopped: bool)
     parent = tmp_path / "parent.py"
     parent.write_text(
         "import sys, time\nfrom pathlib import Path\nsys.path.insert(0, sys.argv[1])\n"
-        "from test_trtllm_child import CONFIG, _call\nfrom engines.trtllm_link import ChildLink\n"
+        "from child_rig import CONFIG, call\nfrom engines.trtllm_link import ChildLink\n"
         "from engines.trtllm_process import ChildSettings\n"
         "env = {'PYTHONPATH': sys.argv[2], 'STUB_VICE': 'hang'}\n"
         "link = ChildLink(CONFIG, Path(sys.executable), ChildSettings(environment=env))\n"
