@@ -157,7 +157,7 @@ class Core:
         while self._waiting and len(chosen) < slots and len(self._active) < self.limits.max_batch_size:
             live = self._waiting[0]
             shared = self._cached(live)
-            if not self._has_room(live, shared):
+            if not self._has_room(live):
                 break
             if live.request.kind is Kind.GENERATION_ONLY:
                 self._waiting.popleft()
@@ -225,10 +225,11 @@ class Core:
             return []
         return self.pool.match(live.hashes[: (live.prompt_tokens - 1) // self.pool.block_tokens])
 
-    def _has_room(self, live: Live, shared: Sequence[Block]) -> bool:
+    def _has_room(self, live: Live) -> bool:
+        """What it could share with those that run is counted as its own need (read in a source near 1.x,
+        getRemainingBlocksToCompletion; later ones give credit for it)."""
         promised = sum(other.need - len(other.table) for other in self._active.values())
-        revived = sum(1 for block in shared if not block.holders)
-        return live.need - len(shared) + revived <= self.pool.takeable - promised
+        return live.need <= self.pool.takeable - promised
 
     def _is_computed_beside(self, live: Live, shared: int, chosen: Sequence[tuple[Live, int]]) -> bool:
         wanted = live.hashes[shared : shared + 1]

@@ -239,3 +239,13 @@ def test_a_context_only_call_that_ended_in_a_pass_that_did_not_takes_no_room_any
     (item,) = engine.execute(Pass(2, PassKind.PREFILL, (PassItem("big", 20, 0),))).items
     assert item.error is not None
     assert "19 to be had" in item.error
+
+
+def test_the_deadline_of_a_hand_over_ends_with_its_first_token() -> None:
+    link, engine = scripted([[Answer("r", (9,))]], ExecutorRole.GENERATION, handover_timeout_s=5.0)
+    engine.adopt(asked("r", 20, 4), ticket())
+    for at, token in ((20, 9), (21, 10)):
+        (item,) = engine.execute(Pass(at, PassKind.DECODE, (PassItem("r", 1, at),))).items
+        assert (item.token, item.error) == (token, None)
+        link.now_s += 50.0
+        link.script.append([Answer("r", (10,))])
