@@ -91,22 +91,42 @@ async def settle(turns: int = 30) -> None:
         await asyncio.sleep(0)
 
 
-async def wait(clock: Clock, event: asyncio.Event, seconds: float) -> bool:
-    """Until the event is set (true) or so many seconds of `clock` are over (false)."""
-    if event.is_set():
-        return True
-    over = asyncio.Event()
-    timer = clock.call_at(clock.now_s() + seconds, over.set)
-    tasks = [asyncio.ensure_future(each.wait()) for each in (event, over)]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return event.is_set()
-    finally:
-        timer.cancel()
-        for task in tasks:
-            task.cancel()
+class Signal:
+    """Wakes whoever waits for it, without a task for each. Stays set until cleared."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def set(self) -> None:
+        self._is_set = True
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    async def wait(self, clock: Clock, seconds: float) -> bool:
+        """Until it is set (true), or so many seconds of `clock` are over (false)."""
+        if self._is_set:
+            return True
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def end() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        timer = clock.call_at(clock.now_s() + seconds, end)
+        self._waiting.add(future)
+        try:
+            await future
+            return self._is_set
+        finally:
+            self._waiting.discard(future)
+            timer.cancel()
 
 
 async def sleep(clock: Clock, seconds: float) -> None:
     """So many seconds of `clock`."""
-    await wait(clock, asyncio.Event(), seconds)
+    await Signal().wait(clock, seconds)

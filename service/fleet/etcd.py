@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +105,7 @@ def etcd_membership(
 class _Endpoint:
     """A channel and the stubs on it."""
 
-    def __init__(self, target: str, tls: EtcdTls | None) -> None:
+    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None, name: str) -> None:
         self.target = target
         options: list[tuple[str, Any]] = [
             ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
@@ -114,12 +114,12 @@ class _Endpoint:
             ("grpc.max_reconnect_backoff_ms", 2000),  # grpc's own goes up to two minutes
             ("grpc.use_local_subchannel_pool", 1),
         ]
-        if tls is None:
+        if credentials is None:
             self.channel = grpc.aio.insecure_channel(target, options=options)
         else:
-            if tls.name:
-                options.append(("grpc.ssl_target_name_override", tls.name))
-            self.channel = grpc.aio.secure_channel(target, tls.credentials(), options=options)
+            if name:
+                options.append(("grpc.ssl_target_name_override", name))
+            self.channel = grpc.aio.secure_channel(target, credentials, options=options)
         self.kv = rpc.KVStub(self.channel)
         self.lease = rpc.LeaseStub(self.channel)
         self.watch = rpc.WatchStub(self.channel)
@@ -127,10 +127,11 @@ class _Endpoint:
 
 
 class EtcdStore:
-    """A `Store`; used in one event loop."""
+    """A `Store`; used in one event loop. Raises OSError when a certificate can't be read."""
 
     def __init__(self, options: EtcdOptions) -> None:
         self._options = options
+        self._credentials = options.tls.credentials() if options.tls else None
         self._endpoints: list[_Endpoint] = []
         self._index = 0
         self._token = ""
@@ -187,7 +188,7 @@ class EtcdStore:
         with suppress(LeaseGone):
             await self._call(lambda to: to.lease.LeaseRevoke, rpc.LeaseRevokeRequest(ID=lease_id))
 
-    async def follow(self, prefix: str, after: int) -> AsyncIterator[Batch]:
+    async def follow(self, prefix: str, after: int) -> AsyncGenerator[Batch, None]:
         to = self._endpoint()
         await self._log_in(to)
         call = to.watch.Watch(metadata=self._metadata())
@@ -281,7 +282,8 @@ class EtcdStore:
 
     def _endpoint(self) -> _Endpoint:
         if not self._endpoints:
-            self._endpoints = [_Endpoint(t, self._options.tls) for t in self._options.endpoints]
+            name = self._options.tls.name if self._options.tls else ""
+            self._endpoints = [_Endpoint(t, self._credentials, name) for t in self._options.endpoints]
         return self._endpoints[self._index % len(self._endpoints)]
 
     def _next(self, failed: _Endpoint) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from service.core.types import Role
-from service.fleet.clock import Clock, sleep, wait
+from service.fleet.clock import Clock, sleep
 from service.fleet.membership import (
     Facts,
     Leader,
@@ -51,20 +51,22 @@ class Keeper:
         self.sure_until_s = sent_s + self.ttl_s
         return self.lease_id
 
-    async def keep(self, gone: Callable[[], str | None], renewed: Callable[[], Awaitable[None]]) -> str:
+    async def keep(
+        self, key: str, gone: Callable[[], str | None], renewed: Callable[[], Awaitable[None]]
+    ) -> str:
         """Renew until the lease has lapsed or `gone` says why it is lost; `renewed` is run after each.
 
-        `gone` is asked after every change of the mirror.
+        `gone` is asked again when the key changes.
         """
         due_s = self._clock.now_s() + self.ttl_s / 3.0
         while True:
-            seen = self._mirror.moved()
+            seen = self._mirror.moved(key)
             reason = gone()
             if reason is not None:
                 return reason
             left_s = due_s - self._clock.now_s()
             if left_s > 0.0:
-                await wait(self._clock, seen, left_s)
+                await seen.wait(self._clock, left_s)
                 continue
             sent_s = self._clock.now_s()
             try:
@@ -226,7 +228,7 @@ class MemberLease:
 
     async def _run(self) -> None:
         while True:
-            reason = await self._keeper.keep(self._gone, self._renewed)
+            reason = await self._keeper.keep(self._key, self._gone, self._renewed)
             async with self._lock:
                 self._lapsed = True
             self.lapses += 1
@@ -317,7 +319,7 @@ class HeldLead:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        reason = await self._keeper.keep(self._gone, _nothing)
+        reason = await self._keeper.keep(self._key, self._gone, _nothing)
         self._lost = True
         self._losses.tell(reason, last=True)
         await self._keeper.drop()

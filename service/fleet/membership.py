@@ -120,7 +120,7 @@ class Leader:
     """Who leads an election now, and since which epoch."""
 
     election: str
-    candidate: str
+    candidate: str  # by custom its member id, under which its address is found
     epoch: int
     at_time_s: float = 0.0
 
@@ -256,7 +256,7 @@ class Membership(Protocol):
     ) -> Assignment:
         """Set the wanted role if the number of the present one is `expected` (0: there is none).
 
-        The role that is wanted already is no move: the present assignment is returned. Raises Conflict,
+        The worker need not be a member now. The role that is wanted already is no move: the present assignment is returned. Raises Conflict,
         WorkerPinned (without `force`), Fenced, MembershipUnavailable.
         """
         ...

@@ -7,13 +7,12 @@ fail, snapshots turn stale, leases lapse on the service's clock, as they would w
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from service.fleet.clock import Clock, Timer, WallClock, wait
+from service.fleet.clock import Clock, Signal, Timer, WallClock
 from service.fleet.membership import MembershipUnavailable
 from service.fleet.store import (
     Aspect,
@@ -28,7 +27,7 @@ from service.fleet.store import (
 )
 from service.fleet.stored import MembershipTimes, StoreMembership
 
-_ALIVE_S = 1.0  # a follower hears so often that the service is there
+_ALIVE_S = 0.25  # a follower hears so often that the service is there
 
 
 @dataclass(slots=True)
@@ -196,7 +195,7 @@ class MemoryStore:
 
     def __init__(self, fleet: MemoryFleet) -> None:
         self._fleet = fleet
-        self._moved = asyncio.Event()
+        self._moved = Signal()
         self._cut = False
 
     @property
@@ -227,14 +226,14 @@ class MemoryStore:
         self._check()
         return {key: self._fleet.entries.get(key) for key in keys}
 
-    async def follow(self, prefix: str, after: int) -> AsyncIterator[Batch]:
+    async def follow(self, prefix: str, after: int) -> AsyncGenerator[Batch, None]:
         while True:
             self._check()
             self._moved.clear()
             batch = self._fleet.changes(prefix, after)
             after = batch.revision
             yield batch
-            await wait(self._fleet.clock, self._moved, _ALIVE_S)
+            await self._moved.wait(self._fleet.clock, _ALIVE_S)
 
     async def commit(self, conditions: Sequence[Condition], writes: Sequence[Put | Delete]) -> Committed:
         self._check()

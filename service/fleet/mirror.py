@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 
-from service.fleet.clock import Clock, sleep, wait
+from service.fleet.clock import Clock, Signal, sleep
 from service.fleet.membership import (
     Assignment,
     FleetSnapshot,
@@ -57,7 +58,8 @@ class Mirror:
         self._cached: FleetSnapshot | None = None
         self._heard_s: float | None = None  # the last sign of life
         self._broken = True  # no stream at present
-        self._moved = asyncio.Event()  # set and replaced at every change
+        self._moved = Signal()  # set and replaced at every change
+        self._moved_keys: dict[str, Signal] = {}  # the same, of one key each, where somebody asked
         self._task: asyncio.Task[None] | None = None
         self.revision = 0
         self.error: Exception | None = None  # why it is broken
@@ -118,13 +120,9 @@ class Mirror:
 
     # --- waiting ------------------------------------------------------------------------------------------
 
-    def moved(self) -> asyncio.Event:
-        """Set at the next change, or change of staleness. Take it before looking, wait for it after."""
-        return self._moved
-
-    async def changed(self, seen: asyncio.Event, seconds: float) -> bool:
-        """Until something changed after `seen` was taken, or so many seconds are over (false)."""
-        return await wait(self._clock, seen, seconds)
+    def moved(self, key: str = "") -> Signal:
+        """Set at the next change (of the key), or change of staleness. Take it before looking, wait after."""
+        return self._moved_keys.setdefault(key, Signal()) if key else self._moved
 
     async def reach(self, revision: int, seconds: float) -> bool:
         """Until the state is at least at this revision; false if that takes longer."""
@@ -132,7 +130,7 @@ class Mirror:
         while self.revision < revision and not self.closed:
             seen = self._moved
             left_s = end_s - self._clock.now_s()
-            if left_s <= 0.0 or not await self.changed(seen, left_s):
+            if left_s <= 0.0 or not await seen.wait(self._clock, left_s):
                 return self.revision >= revision
         return self.revision >= revision
 
@@ -146,11 +144,16 @@ class Mirror:
                 last = state
                 yield self.snapshot()
                 continue
-            await self.changed(seen, self._stale_after_s / 2.0)
+            await seen.wait(self._clock, self._stale_after_s / 2.0)
 
-    def _announce(self) -> None:
-        moved, self._moved = self._moved, asyncio.Event()
+    def _announce(self, keys: Iterable[str] | None = None) -> None:
+        """keys None: anything may have changed."""
+        moved, self._moved = self._moved, Signal()
         moved.set()
+        for key in list(self._moved_keys) if keys is None else keys:
+            signal = self._moved_keys.pop(key, None)
+            if signal is not None:
+                signal.set()
 
     # --- following ----------------------------------------------------------------------------------------
 
@@ -163,15 +166,21 @@ class Mirror:
                     self._replace(*await self._store.read(self._keys.prefix))
                     fresh = False
                 self.resumes += 1
-                async for batch in self._store.follow(self._keys.prefix, self.revision):
-                    backoff.reset()
-                    self._take(batch)
+                async with aclosing(self._store.follow(self._keys.prefix, self.revision)) as batches:
+                    async for batch in batches:
+                        backoff.reset()
+                        self._take(batch)
             except Compacted as error:
                 _log.info("membership: reading afresh: %s", error)
                 fresh = True
                 await sleep(self._clock, backoff.next_s())
             except (MembershipUnavailable, MembershipRefused) as error:
                 self._lose(error)
+                await sleep(self._clock, backoff.next_s())
+            except Exception as error:  # a defect: served on from the last known state, and read afresh
+                _log.exception("membership: following failed")
+                self._lose(error)
+                fresh = True
                 await sleep(self._clock, backoff.next_s())
 
     def _lose(self, error: Exception) -> None:
@@ -207,8 +216,10 @@ class Mirror:
         if batch.changes:
             self.revision = max(self.revision, batch.revision)
             self._cached = None
-        if announce or batch.changes:
+        if announce:
             self._announce()
+        elif batch.changes:
+            self._announce(key for key, _ in batch.changes)
 
     def _set(self, key: str, entry: Entry | None) -> None:
         self._unreadable.discard(key)

@@ -6,7 +6,7 @@ the one that changed it last. A key under a lease is deleted when the lease laps
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -86,7 +86,7 @@ class Store(Protocol):
         """What is under each of some keys, at one revision, as of now."""
         ...
 
-    def follow(self, prefix: str, after: int) -> AsyncIterator[Batch]:
+    def follow(self, prefix: str, after: int) -> AsyncGenerator[Batch, None]:
         """Changes after a revision, none left out. Raises Compacted; never ends by itself."""
         ...
 

@@ -95,7 +95,7 @@ class StoreMembership:
                 await self.close()
                 raise self.mirror.error
             left_s = end_s - self._clock.now_s()
-            if left_s <= 0.0 or not await self.mirror.changed(seen, left_s):
+            if left_s <= 0.0 or not await seen.wait(self._clock, left_s):
                 await self.close()
                 raise MembershipUnavailable(
                     f"membership can't be read: {self.mirror.error or 'no answer in time'}"
@@ -162,7 +162,11 @@ class StoreMembership:
         member = replace(member, incarnation=committed.revision)
         lease.start(key, member, committed.revision, self._times.settle_s)
         self._leases = [held for held in self._leases if held.state is not LeaseState.ENDED] + [lease]
-        await self._seen(committed.revision)
+        try:
+            await self._seen(committed.revision)
+        except asyncio.CancelledError:
+            await lease.leave()
+            raise
         return lease
 
     def _keeper(self) -> Keeper:
@@ -311,16 +315,20 @@ class StoreMembership:
         wanted_s = self._times.ttl_s if ttl_s is None else ttl_s
         backoff = Backoff(most_s=max(0.1, wanted_s / 5.0))
         while not self.mirror.closed:
-            seen = self.mirror.moved()
+            seen = self.mirror.moved(key)
             if self.mirror.entry(key) is not None and not self.mirror.stale:
-                await self.mirror.changed(seen, wanted_s)
+                await seen.wait(self._clock, wanted_s)
                 continue
             lead = await self._try_to_lead(key, election, candidate, wanted_s, on_lost)
             if lead is not None:
                 self._leads = [held for held in self._leads if held.state in _HELD] + [lead]
-                await self._seen(lead.epoch)
+                try:
+                    await self._seen(lead.epoch)
+                except asyncio.CancelledError:
+                    await lead.resign()
+                    raise
                 return lead
-            await self.mirror.changed(seen, backoff.next_s())
+            await seen.wait(self._clock, backoff.next_s())
         raise MembershipUnavailable("membership is closed")
 
     async def _try_to_lead(

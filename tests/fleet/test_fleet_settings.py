@@ -1,0 +1,72 @@
+"""Settings of membership: what fits together, and what is made of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from service.fleet.backends import make_membership
+from service.fleet.etcd import EtcdStore
+from service.fleet.membership import Member, MemberKind
+from service.fleet.memory import MemoryFleet, MemoryStore
+from service.fleet.settings import FleetSettings
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"membership": "zookeeper"}, "membership"),
+        ({"endpoints": ()}, "endpoints"),
+        ({"endpoints": ("http://127.0.0.1:2379",)}, "without a scheme"),
+        ({"endpoints": ("127.0.0.1:0",)}, "host:port"),
+        ({"name": "a/b"}, "name"),
+        ({"prefix": "plaserve"}, "prefix"),
+        ({"lease_ttl_s": 1.0}, "lease_ttl_s"),
+        ({"lease_ttl_s": 5.0, "call_timeout_s": 3.0}, "at least twice call_timeout_s"),
+        ({"username": "u"}, "username and password"),
+        ({"tls": True, "tls_cert": "a.pem"}, "tls_cert and tls_key"),
+        ({"tls_ca": "a.pem"}, "need tls"),
+        ({"membership": "etcd", "endpoints": ("127.0.0.1:1", "10.0.0.1:2379")}, "plaintext to 10.0.0.1:2379"),
+        ({"lease": 3}, "lease"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        FleetSettings(**given)
+
+
+def test_plaintext_stays_on_this_machine_unless_allowed() -> None:
+    far = {"membership": "etcd", "endpoints": ("etcd.example:2379",)}
+    assert FleetSettings(**far, allow_plaintext=True).endpoints == ("etcd.example:2379",)
+    assert FleetSettings(**far, tls=True).tls
+    for near in ("localhost:1", "127.0.0.9:1", "[::1]:1"):
+        FleetSettings(membership="etcd", endpoints=(near,))
+
+
+def test_a_password_does_not_show() -> None:
+    settings = FleetSettings(username="u", password="secret")  # type: ignore[arg-type]
+    assert "secret" not in f"{settings!r} {settings} {settings.model_dump_json()}"
+
+
+async def test_members_of_one_process_share_its_fleet() -> None:
+    service = MemoryFleet()
+    one, two = (make_membership(FleetSettings(), service) for _ in range(2))
+    await one.open()
+    await two.open()
+    await one.join(Member("w", MemberKind.WORKER, "a:1"))
+    async for snapshot in two.watch():
+        if "w" in snapshot.members:
+            break
+    await one.close()
+    await two.close()
+
+
+async def test_the_backend_is_the_one_that_is_named(tmp_path: Path) -> None:
+    assert isinstance(make_membership(FleetSettings())._store, MemoryStore)
+    etcd = FleetSettings(membership="etcd", endpoints=("127.0.0.1:2379", "127.0.0.1:2380"))
+    assert isinstance(make_membership(etcd)._store, EtcdStore)
+    with pytest.raises(FileNotFoundError):
+        make_membership(FleetSettings(membership="etcd", tls=True, tls_ca=tmp_path / "missing.pem"))
