@@ -1,9 +1,10 @@
 """The answer of one request: what its executor says, made into the tokens that an engine reports.
 
 The rules of the end. A token that is the end token, or the last that was asked for, ends the answer by
-itself. The executor may end it before: by the end token, which some builds put into the output and others do
-not (it is added where it is missing), or at the limit of the context. The finish is always reported with a
-token; an end that leaves none to report it with is an error.
+itself. The executor may end it before: by the end token, or at the limit of the context. The end token is not
+in the output of the C++ executor, in that of the PyTorch backend it is (read in sources near 1.x, the sampling
+kernels and the sampler); where it is missing it is added. The finish is always reported with a token; an end
+that leaves none to report it with is an error.
 
 The decode side of a hand-over may answer with the tokens that the prefill side gave already. Builds differ in
 that, but one build always does the same, so a link has one `Habit`. What begins with other tokens repeats

@@ -130,8 +130,8 @@ class Answer:
 class Iteration:
     """What one iteration of the executor ran, by its statistics, and its KV pool after it.
 
-    context_tokens: prompt tokens computed. kv_blocks_used: held by live requests, cached ones left out.
-    Numbers that a backend does not give are None.
+    context_tokens: prompt tokens computed. kv_blocks_used: held by live requests, cached ones left out, which
+    count as free (read in a source near 1.x, getUsedNumBlocks). Numbers that a backend does not give are None.
     """
 
     number: int
@@ -148,7 +148,11 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class CacheStored:
-    """Blocks that became reusable: (the executor's own hash, tokens) each, following `parent`."""
+    """Blocks that became reusable: (the executor's own hash, tokens) each, following `parent`.
+
+    The hash is of the tokens and of all before them; a second block of the same content is not told (read in
+    a source near 1.x, storeBlocks and enqueueStoredEvent).
+    """
 
     parent: int | None  # the executor's hash of the block before; None: the first of a prompt
     blocks: tuple[tuple[int, tuple[int, ...]], ...]
