@@ -15,9 +15,17 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -27,6 +35,7 @@ from pydantic_settings import (
 
 from engines.executor.types import CancelMode
 from service.core.settings import SchedulerSettings
+from service.fleet.settings import FleetSettings
 from service.policies import POLICIES
 
 PREFIX = "PLASERVE_"
@@ -116,6 +125,35 @@ class TritonSettings(_Group):
     allow_plaintext: bool = Field(False, description="Speak to another machine without TLS.")
 
 
+class FleetOptions(FleetSettings):
+    """This process in its fleet; what `serve` needs none of."""
+
+    shard: str = Field(
+        "default", pattern=r"^[A-Za-z0-9._:@-]{1,100}$", description="The shard that this process belongs to."
+    )
+    member_id: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9._:@-]{0,100}$",
+        description="Its name in the fleet; empty: its kind and host name, which is one a host.",
+    )
+    listen: str = Field("127.0.0.1:0", description="host:port for the other processes; port 0 picks one.")
+    advertise: str = Field("", description="Host that others reach it by; empty: that of `listen`.")
+    link_authority: Path | None = Field(
+        None, description="PEM: who signed the certificates of the fleet's processes; with it links are TLS."
+    )
+    link_certificate: Path | None = Field(None, description="PEM: certificate chain of this process.")
+    link_key: Path | None = Field(None, description="PEM: its private key.")
+    link_server_name: str = Field("", description="Name in the others' certificates; empty: their address.")
+    dry_run: bool = Field(False, description="The controller only says what it would do.")
+
+    @model_validator(mode="after")
+    def _link_files_together(self) -> Self:
+        given = [self.link_authority, self.link_certificate, self.link_key]
+        if any(path is not None for path in given) and any(path is None for path in given):
+            raise ValueError("link_authority, link_certificate and link_key go together")
+        return self
+
+
 class LimitSettings(_Group):
     """Bounds on one request, checked before it costs anything."""
 
@@ -171,6 +209,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = EngineSettings()
     executor: ExecutorOptions = ExecutorOptions()
     triton: TritonSettings = TritonSettings()
+    fleet: FleetOptions = FleetOptions()
     scheduler: Annotated[SchedulerSettings, BeforeValidator(_known_knobs)] = SchedulerSettings()
     limits: LimitSettings = LimitSettings()
     telemetry: TelemetryOptions = TelemetryOptions()

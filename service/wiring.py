@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from engines.bundle import Bundle, open_bundle
 from engines.catalog import EngineOptions, LoadedEngine, load_engine
 from engines.executor.types import ExecutorSettings
+from engines.gpu_bundle import GpuBundle, check_gpu_bundle_content
 from engines.gpu_catalog import ExecutorChoice
 from engines.triton_options import Tls
 from service.core.types import InstanceSpec
@@ -133,7 +135,7 @@ async def serve(
         metrics = settings.telemetry
         metrics_address = f"{metrics.metrics_host}:{telemetry.metrics_port}" if metrics.metrics else ""
         ready(Ready(f"{settings.server.host}:{server.port}", model, metrics_address))
-        await _until_stopped(stop, pump.broken)
+        await until_stopped(stop, pump.broken)
         await server.not_serving()
         cut_off = await pump.drain(settings.server.drain_timeout_s)
         if pump.broken.done():
@@ -163,15 +165,26 @@ def _telemetry(settings: Settings, model: ServedModel, loaded: LoadedEngine) -> 
 
 
 def _codec(loaded: LoadedEngine) -> TextCodec:
-    if loaded.bundle is None:
-        return ByteCodec()
-    text = loaded.bundle.manifest.text
-    return BundleCodec(
-        loaded.bundle.tokenizer_path, text.chat_template, text.bos_id, text.eos_id, text.add_bos
-    )
+    return ByteCodec() if loaded.bundle is None else _codec_of(loaded.bundle)
 
 
-async def _until_stopped(stop: asyncio.Event, broken: asyncio.Future[str]) -> None:
+def bundle_codec(backend: str, path: Path) -> tuple[TextCodec, str]:
+    """The codec of a bundle whose engine runs elsewhere, and its id. Raises BundleMismatch."""
+    bundle: Bundle | GpuBundle
+    if backend == "openvino_cpu":
+        bundle = open_bundle(path)
+    else:
+        bundle = GpuBundle(path, check_gpu_bundle_content(path))
+    return _codec_of(bundle), bundle.manifest.bundle_id
+
+
+def _codec_of(bundle: Bundle | GpuBundle) -> TextCodec:
+    text = bundle.manifest.text
+    return BundleCodec(bundle.tokenizer_path, text.chat_template, text.bos_id, text.eos_id, text.add_bos)
+
+
+async def until_stopped(stop: asyncio.Event, broken: asyncio.Future[str]) -> None:
+    """Until `stop` is set, `broken` is, or SIGTERM or SIGINT comes."""
     loop = asyncio.get_running_loop()
     broken.add_done_callback(lambda _: stop.set())
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -12,7 +12,21 @@ from typing import Annotated
 
 import typer
 
-from service.cli import bench, build, bundles, calibrate, demo, fleet, generate, lab, plan, serve, simulate, status
+from service.cli import (
+    bench,
+    build,
+    bundles,
+    calibrate,
+    demo,
+    fleet,
+    generate,
+    lab,
+    plan,
+    processes,
+    serve,
+    simulate,
+    status,
+)
 
 app = typer.Typer(
     name="plaserve",
@@ -38,7 +52,21 @@ def root(
     pass
 
 
-for module in (build, bundles, calibrate, serve, generate, status, demo, bench, simulate, lab, plan, fleet):
+for module in (
+    build,
+    bundles,
+    calibrate,
+    serve,
+    generate,
+    status,
+    demo,
+    bench,
+    simulate,
+    lab,
+    plan,
+    fleet,
+    processes,
+):
     module.register(app)
 
 

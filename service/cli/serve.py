@@ -50,7 +50,7 @@ def serve(
     from service.wiring import Ready, ServiceBroken, load
     from service.wiring import serve as run
 
-    _logging(log_level)
+    set_logging(log_level)
     overrides = {
         "engine.bundle": bundle,
         "engine.backend": backend,
@@ -84,7 +84,7 @@ def serve(
         typer.secho(f"plaserve: {cut_off} requests were cut off by server.drain_timeout_s", err=True)
 
 
-def _logging(level: str) -> None:
+def set_logging(level: str) -> None:
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         fail(f"--log-level {level!r}: use debug, info, warning or error", code=2)

@@ -35,7 +35,7 @@ from service.fleet.reign import Reign, election_of
 from service.fleet.remote_runtime import RemoteHandle, RemoteRuntime, RemoteSettings
 from service.fleet.remote_worker import OpenChannel
 from service.fleet.roles import follow_assignment
-from service.fleet.scheduler_link import GrpcSchedulerLink
+from service.fleet.scheduler_link import GrpcSchedulerLink, Welcome
 from service.fleet.token_link import TokenLink
 from service.fleet.tokens import TokenSettings
 from service.fleet.worker_service import WorkerServicer
@@ -248,6 +248,15 @@ class FrontEndProcess:
             await self._lease.leave()
         await self.runtime.close()
         await asyncio.gather(*(link.close() for link in self._links.values()))
+
+    async def welcome(self) -> Welcome:
+        """What the fleet serves; waits for the first scheduler, however long that takes."""
+        return await self.runtime.first_welcome
+
+    async def tell_address(self, address: str) -> None:
+        """Its surface listens there now."""
+        if self._lease is not None:
+            await self._lease.update(address=address)
 
     def submit(self, request: Request, engine_request: EngineRequest) -> RemoteHandle:
         return self.runtime.submit(request, engine_request)

@@ -106,6 +106,7 @@ class RemoteRuntime:
         self._idle = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self.welcome: Welcome | None = None  # of the scheduler that is connected now
+        self.first_welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
 
     # --- contract.Runtime ---
 
@@ -220,6 +221,8 @@ class RemoteRuntime:
     def _connected(self, welcome: Welcome) -> None:
         log.info("scheduler %s, epoch %d", welcome.scheduler_id, welcome.epoch)
         self._epoch, self.welcome = welcome.epoch, welcome
+        if not self.first_welcome.done():
+            self.first_welcome.set_result(welcome)
         for handle in list(self._live.values()):
             if handle.attempt is None:
                 self._send(handle)

@@ -1,0 +1,197 @@
+"""The processes of a fleet from settings: `service.wiring` for worker, scheduler, front end and controller.
+
+Each runs until SIGTERM or SIGINT, or until it can't go on (ServiceBroken, for a supervisor to start a fresh
+one). Membership `memory` is for one process and so of no use here: it is refused by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from importlib import metadata
+from pathlib import Path
+
+from engines.catalog import LoadedEngine
+from service.core.reconcile import Controller
+from service.core.types import InstanceSpec
+from service.fleet.controller import ControllerSettings
+from service.fleet.etcd import EtcdOptions, EtcdTls, etcd_membership
+from service.fleet.membership import Membership
+from service.fleet.processes import (
+    ControllerProcess,
+    FrontEndProcess,
+    Place,
+    SchedulerProcess,
+    WorkerProcess,
+)
+from service.fleet.stored import MembershipTimes
+from service.policies import make_controller, make_scheduler
+from service.rpc.inference import InferenceServicer, ServedModel, StatusServicer
+from service.rpc.intake import Intake
+from service.rpc.server import RpcServer
+from service.rpc.text import ByteCodec, TextCodec
+from service.rpc.tls import TlsFiles, channel_opener
+from service.runtime.worker import ThreadRunner
+from service.settings import FleetOptions, Settings, SettingsError
+from service.wiring import STOP_GRACE_S, ServiceBroken, bundle_codec, until_stopped
+
+SETTING = "fleet.link"
+_MESSAGES = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+ReadyAt = Callable[[str], None]  # told the address once the process is there
+
+
+def place_of(options: FleetOptions, kind: str) -> Place:
+    """Raises SettingsError."""
+    tls = None
+    if options.link_authority and options.link_certificate and options.link_key:
+        tls = TlsFiles(
+            options.link_authority, options.link_certificate, options.link_key, options.link_server_name
+        )
+    member_id = options.member_id or f"{kind}-{socket.gethostname()}"
+    opener = channel_opener(tls, SETTING, _MESSAGES)
+    return Place(member_id, options.shard, options.listen, opener, options.advertise, tls)
+
+
+def membership_of(options: FleetOptions) -> Membership:
+    """Not opened yet. Raises SettingsError, OSError for certificates that can't be read."""
+    if options.membership != "etcd":
+        raise SettingsError(
+            "fleet.membership: processes find each other through etcd; set it to etcd and name "
+            "fleet.endpoints, or run everything in one process with `plaserve serve`"
+        )
+    tls = None
+    if options.tls:
+        tls = EtcdTls(options.tls_ca, options.tls_cert, options.tls_key, options.tls_name)
+    etcd = EtcdOptions(
+        endpoints=options.endpoints,
+        tls=tls,
+        username=options.username,
+        password=options.password.get_secret_value(),
+        call_timeout_s=options.call_timeout_s,
+    )
+    times = MembershipTimes(
+        ttl_s=options.lease_ttl_s,
+        stale_after_s=options.stale_after_s,
+        open_timeout_s=options.open_timeout_s,
+    )
+    return etcd_membership(etcd, fleet=options.name, root=options.prefix, times=times)
+
+
+async def run_worker(settings: Settings, loaded: LoadedEngine, ready: ReadyAt) -> None:
+    """Raises ServiceBroken when the engine is lost."""
+    place = place_of(settings.fleet, "worker")
+    engine = loaded.engine
+    spec = InstanceSpec(place.member_id, engine.capabilities, engine.profiles, loaded.cost)
+    facts = {
+        "model": loaded.model_name,
+        "backend": settings.engine.backend,
+        "bundle_id": loaded.bundle.manifest.bundle_id if loaded.bundle else "",
+    }
+    async with AsyncExitStack() as stack:
+        membership = await _opened(settings.fleet, stack)
+        process = WorkerProcess(place, membership, spec, ThreadRunner(engine), facts)
+        stack.push_async_callback(process.close)
+        await process.start()
+        ready(process.address)
+        await until_stopped(asyncio.Event(), process.failed)
+        if process.failed.done():
+            raise ServiceBroken(process.failed.result())
+
+
+async def run_scheduler(settings: Settings, ready: ReadyAt) -> None:
+    place = place_of(settings.fleet, "scheduler")
+    async with AsyncExitStack() as stack:
+        membership = await _opened(settings.fleet, stack)
+        process = SchedulerProcess(
+            place,
+            membership,
+            lambda: make_scheduler(settings.policy, settings.scheduler),
+            settings.policy,
+            settings.engine.backend,
+        )
+        stack.push_async_callback(process.close)
+        await process.start()
+        ready(process.address)
+        await _until_told()
+
+
+async def run_controller(settings: Settings, ready: ReadyAt) -> None:
+    """Raises SettingsError for a policy that moves no roles."""
+    if make_controller(settings.policy, settings.scheduler) is None:
+        raise SettingsError(
+            f"policy: {settings.policy} moves no instances in scheduler.mode {settings.scheduler.mode}; "
+            "set the mode to spatial or auto, or run no controller"
+        )
+    place = place_of(settings.fleet, "controller")
+
+    def make() -> Controller:
+        controller = make_controller(settings.policy, settings.scheduler)
+        assert controller is not None
+        return controller
+
+    async with AsyncExitStack() as stack:
+        membership = await _opened(settings.fleet, stack)
+        chosen = ControllerSettings(dry_run=settings.fleet.dry_run)
+        process = ControllerProcess(place, membership, make, settings.scheduler, chosen)
+        stack.push_async_callback(process.close)
+        await process.start()
+        ready(process.address)
+        await _until_told()
+
+
+async def run_frontend(settings: Settings, ready: ReadyAt) -> int:
+    """Returns how many requests the drain cut off."""
+    place = place_of(settings.fleet, "frontend")
+    async with AsyncExitStack() as stack:
+        membership = await _opened(settings.fleet, stack)
+        process = FrontEndProcess(place, membership)
+        stack.push_async_callback(process.close)
+        await process.start(f"{settings.server.host}:{settings.server.port}")
+        welcome = await process.welcome()
+        codec, bundle_id = _codec(settings)
+        if bundle_id != welcome.bundle_id:
+            raise SettingsError(
+                f"engine.bundle: this front end has bundle {bundle_id[:12] or 'none'}, the fleet serves "
+                f"{welcome.bundle_id[:12] or 'none'}; give it the bundle of the workers"
+            )
+        intake = Intake(codec, welcome.capabilities, settings.limits)
+        stack.callback(intake.close)
+        model = ServedModel(
+            name=welcome.model,
+            backend=welcome.backend,
+            policy=welcome.policy,
+            bundle_id=welcome.bundle_id,
+            version=metadata.version("plaserve"),
+        )
+        inference = InferenceServicer(process.runtime, codec, intake, model, settings.limits)
+        server = RpcServer(settings.server, inference, StatusServicer(process.runtime, model))
+        stack.push_async_callback(server.stop, STOP_GRACE_S)
+        await server.start()
+        address = f"{settings.server.host}:{server.port}"
+        await process.tell_address(address)
+        ready(address)
+        await _until_told()
+        await server.not_serving()
+        return await process.runtime.drain(settings.server.drain_timeout_s)
+
+
+async def _opened(options: FleetOptions, stack: AsyncExitStack) -> Membership:
+    membership = membership_of(options)
+    stack.push_async_callback(membership.close)
+    await membership.open()
+    return membership
+
+
+def _codec(settings: Settings) -> tuple[TextCodec, str]:
+    """How this front end reads text, and the bundle that it is of. Raises BundleMismatch."""
+    engine = settings.engine
+    if engine.backend == "simulated":
+        return ByteCodec(), ""
+    return bundle_codec(engine.backend, Path(engine.bundle))
+
+
+async def _until_told() -> None:
+    never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    await until_stopped(asyncio.Event(), never)
