@@ -320,7 +320,7 @@ class RemoteWorker:
             case "draining":
                 self.draining = message.draining.reason or "the worker is stopping"
             case "instance_failed":
-                self._give_up(message.instance_failed.error)
+                self._give_up(f"failed: {message.instance_failed.error}")
             case _:
                 event = read_event(message, self.instance_id)
                 if event is None:

@@ -41,22 +41,21 @@ FRONT_END = "front-1"
 
 
 class HeldRunner:
-    """Runs a pass when it is told to (`release`), and at once while `free`."""
+    """A pass begins when dispatched and ends when it is told to (`release`), or at once while `free`."""
 
     def __init__(self, model: SimulatedModel, *, free: bool = False) -> None:
-        self.inner = TimedRunner(model, 0.0)
         self.free = free
         self.aborted: list[str] = []
+        self._model = model
         self._waiting: list[Callable[[], None]] = []
 
     def run(self, pass_: Pass, new_requests: Any, done: Any) -> None:
-        def go() -> None:
-            self.inner.run(pass_, new_requests, done)
-
+        for request in new_requests:
+            self._model.submit(request)
+        self._model.begin(pass_)
+        self._waiting.append(lambda: done(self._model.finish(), self._model.kv_events()))
         if self.free:
-            go()
-        else:
-            self._waiting.append(go)
+            asyncio.get_running_loop().call_soon(self.release)
 
     @property
     def waiting(self) -> int:
@@ -67,13 +66,13 @@ class HeldRunner:
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
-        self.inner.abort(request_id)
+        self._model.cancel(request_id)
 
     def stats(self) -> Any:
-        return self.inner.stats()
+        return self._model.stats()
 
     async def close(self) -> None:
-        await self.inner.close()
+        self._model.close()
 
 
 @dataclass
