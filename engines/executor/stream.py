@@ -1,9 +1,9 @@
 """The answer of one request: what its executor says, made into the tokens that an engine reports.
 
 The rules of the end. A token that is the end token, or the last that was asked for, ends the answer by
-itself. The executor may end it before: by the end token, or at the limit of the context. The end token is not
-in the output of the C++ executor, in that of the PyTorch backend it is (read in sources near 1.x, the sampling
-kernels and the sampler); where it is missing it is added. The finish is always reported with a token; an end
+itself. The executor may end it before: by the end token, or at the limit of the context. The end token is in
+the output of the PyTorch backend and not in that of the C++ executor (read in sources near 1.x, the sampler
+and the sampling kernels); where it is missing it is added. The finish is always reported with a token; an end
 that leaves none to report it with is an error.
 
 The decode side of a hand-over may answer with the tokens that the prefill side gave already. Builds differ in

@@ -131,7 +131,7 @@ class Iteration:
     """What one iteration of the executor ran, by its statistics, and its KV pool after it.
 
     context_tokens: prompt tokens computed. kv_blocks_used: held by live requests, cached ones left out, which
-    count as free (read in a source near 1.x, getUsedNumBlocks). Numbers that a backend does not give are None.
+    count as free (read in a source near 1.x, getUsedNumBlocks). What a backend does not tell is None.
     """
 
     number: int
