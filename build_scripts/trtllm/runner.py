@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from build_scripts.trtllm.checkpoint import CheckpointError
 from build_scripts.trtllm.job import VERIFIED, Job, Tools, write_json
 from build_scripts.trtllm.launch import run_inside
 from build_scripts.trtllm.plan import TrtLlmPlan, make_plan
-from build_scripts.trtllm.plan_steps import Target
+from build_scripts.trtllm.plan_steps import Target, TrtLlmStep
 from build_scripts.trtllm.publish import check_store, publish
 from build_scripts.trtllm.spec import Quantisation, TrtLlmSpec
 from engines.base import EngineError, PassError
@@ -77,7 +77,6 @@ def build(
         make_plan(spec, target)  # refuses what does not fit before anything is read or downloaded
         if spec.checkpoint is not None:
             steps.check_source(spec, spec.checkpoint)
-        _check_idle(gpu)
         store = Store(spec.work_dir.resolve(), quick=True)
         with Store(store.root.parent / f"gpu-{gpu.uuid}").lock(), store.lock():
             source = _source(spec, store, force)
@@ -221,7 +220,10 @@ def _plan(spec: TrtLlmSpec, target: Target, source: _Source) -> TrtLlmPlan:
 
 def _carry_out(job: Job, progress: Progress, force: bool) -> Path:
     actions, store = _actions(job), job.store
-    _check_space(job, force)
+    missing = tuple(s for s in job.plan.steps[:-1] if force or not store.done(s.name, s.key, s.after))
+    _check_space(store, missing)
+    if any(step.name not in ("fetch", "manifest") for step in missing):
+        _check_idle(job.gpu)
     for step in job.plan.steps[:-1]:
         again = (force and step.name != "fetch") or (step.name == "verify" and _other_driver(job))
         if store.done(step.name, step.key, step.after) and not again:
@@ -242,10 +244,8 @@ def _check_unchanged(job: Job) -> None:
         raise BuildError(f"{folder} was changed while it was built; let it be, and run the build again")
 
 
-def _check_space(job: Job, force: bool) -> None:
+def _check_space(store: Store, missing: Sequence[TrtLlmStep]) -> None:
     """Raises BuildError where what is not done yet needs more than the disk has, at the least."""
-    store = job.store
-    missing = [s for s in job.plan.steps[:-1] if force or not store.done(s.name, s.key, s.after)]
     needed, free = sum(step.size_bytes for step in missing), shutil.disk_usage(store.root).free
     if needed > free:
         raise BuildError(
