@@ -90,11 +90,17 @@ ODD: dict[str, Object] = {
             "fetch": {"url": "gs://b/x", "checkHost": False, "envFrom": [{"secretRef": {"name": "s"}}]},
         },
     },
-    "tls": {
+    "tls-for-clients": {
         "tls": {"frontendSecret": "front-tls", "linksSecret": "links-tls"},
-        "etcd": {"tlsSecret": "etcd-tls"},
-        "probes": {"kind": "metrics"},
+        "etcd": {
+            "tlsSecret": "etcd-ca",
+            "clientCertificate": False,
+            "tlsName": "etcd",
+            "passwordSecret": "pw",
+        },
     },
+    "plain-etcd": {"etcd": {"tlsSecret": "", "allowPlaintext": True}},
+    "health-port": {"probes": {"healthPort": 8090}},
     "trial-etcd-of-three": {"etcd": {"endpoints": [], "trial": {"enabled": True, "replicas": 3}}},
     "closed-network": {
         "networkPolicy": {
@@ -176,13 +182,13 @@ def _random_values(seed: int) -> Object:
         "worker": pod_values() | {"backend": draw.choice(["trtllm", "trtllm_torch", "simulated"])},
         "controller": pod_values() | {"replicas": draw.randint(0, 3)},
         "etcd": {"trial": {"enabled": draw.random() < 0.5, "replicas": draw.choice([1, 3, 5])}},
-        "probes": {"kind": draw.choice(["grpc", "metrics"]), "periodSeconds": draw.choice([1, 7])},
+        "probes": {"healthPort": draw.choice([0, 8090]), "periodSeconds": draw.choice([1, 7])},
         "ports": {"grpc": draw.choice([8081, 50051]), "metrics": 9464},
         "bundle": {
             "source": {name: draw.choice(["pvc", "fetch", "none"]) for name in ROLES},
             "fetch": {"url": "s3://b/x", "checkHost": draw.random() < 0.5},
         },
-        "tls": {"linksSecret": ""},
+        "tls": {"frontendSecret": draw.choice(["", "front-tls"])},
     }
 
 

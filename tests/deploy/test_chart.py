@@ -7,6 +7,7 @@ not tested here; deploy/README.md says so.
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Iterator
 from fractions import Fraction
@@ -27,7 +28,6 @@ from service.settings import OTHER_VARIABLES, PREFIX, known_keys, load_settings
 # The oldest that Chart.yaml allows, and those that are current.
 OLDEST, *BETWEEN, NEWEST = ("1.30.0", "1.35.0", "1.36.0", "1.37.0")
 OPERATOR_KINDS = {"PodMonitor", "PrometheusRule"}  # not of Kubernetes: no schema
-FLEET_KEYS = {"membership", "endpoints", "name", "shard", "advertise", "lease_ttl_s"}
 GPU_BACKENDS = ("trtllm", "trtllm_torch")
 
 
@@ -126,20 +126,25 @@ def test_every_shard_has_schedulers_and_workers_of_its_own(case: Rendered) -> No
 
 
 def test_settings_are_known_and_good(case: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The service itself reads them; keys of a fleet are left out until it has them."""
+    """The service itself reads them. Until it has a group for fleets, that of membership does."""
     keys = known_keys()
     for workload in ours(case.workloads()):
-        environment = case.environment(workload)
+        fleet: dict[str, str] = {}
         with monkeypatch.context() as patch:
-            for variable, value in environment.items():
+            for variable, value in case.environment(workload).items():
                 if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
                     continue
                 group, _, name = variable[len(PREFIX) :].lower().rpartition("__")
                 if group == "fleet" and "fleet" not in keys:
-                    assert name in FLEET_KEYS
+                    fleet[name] = value
                 else:
                     patch.setenv(variable, value)
             settings = load_settings()
+        if fleet:
+            assert fleet.pop("advertise")
+            assert fleet.pop("shard", "") in {shard["name"] for shard in case.values["shards"]} | {""}
+            membership = pytest.importorskip("service.fleet.settings")
+            membership.FleetSettings.model_validate(fleet | {"endpoints": json.loads(fleet["endpoints"])})
         values = case.values[role(workload)]
         assert settings.server.drain_timeout_s == values["drainTimeoutSeconds"]
         assert settings.server.port == case.values["ports"]["grpc"]
@@ -159,10 +164,8 @@ def test_settings_of_a_role_win_over_common_ones() -> None:
 
 def test_processes_tell_others_an_address_that_is_theirs(case: Rendered) -> None:
     for workload in ours(case.workloads()):
-        address = case.environment(workload)["PLASERVE_FLEET__ADVERTISE"]
-        host, _, port = address.rpartition(":")
+        host = case.environment(workload)["PLASERVE_FLEET__ADVERTISE"]
         assert host == ("[$(POD_IP)]" if case.values["ipFamily"] == "IPv6" else "$(POD_IP)")
-        assert int(port) == case.values["ports"]["grpc"]
         names = [each["name"] for each in main(workload)["env"]]
         assert names.index("POD_IP") < names.index("PLASERVE_FLEET__ADVERTISE")  # or it is not expanded
 
@@ -240,12 +243,13 @@ def test_probes_let_a_process_load_and_notice_a_stuck_one(case: Rendered) -> Non
     for workload in ours(case.workloads()):
         container = main(workload)
         ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        speaks_plain = role(workload) == "frontend" and not case.values["tls"]["frontendSecret"]
+        # gRPC probes speak no TLS, and the links of a fleet nothing else.
+        health = ports.get("health") or (ports["grpc"] if speaks_plain else None)
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-            probe = container[kind]
-            if case.values["probes"]["kind"] == "grpc":
-                assert probe["grpc"] == {"port": ports["grpc"], "service": ""}
-            else:
-                assert probe["httpGet"]["port"] in ports
+            asked = container[kind].get("grpc") or container[kind]["httpGet"]
+            wanted = {"port": health, "service": ""} if health else {"port": "metrics", "path": "/metrics"}
+            assert asked == wanted
         start, live = container["startupProbe"], container["livenessProbe"]
         needed_s = case.values[role(workload)]["startTimeoutSeconds"]
         loading_s = case.environment(workload).get("PLASERVE_EXECUTOR__START_TIMEOUT_S")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -93,12 +94,31 @@ def test_no_process_is_the_first_of_its_namespace(case: Rendered) -> None:
 def test_secrets_are_read_only_and_where_the_values_say(case: Rendered) -> None:
     for workload in ours(case.workloads()):
         mounts = {m["mountPath"]: m for m in main(workload)["volumeMounts"]}
-        wanted = {"links": case.values["tls"]["linksSecret"], "etcd": case.values["etcd"]["tlsSecret"]}
+        etcd = case.values["etcd"]
+        wanted = {
+            "links": case.values["tls"]["linksSecret"],
+            "etcd": etcd["tlsSecret"] if not etcd["trial"]["enabled"] else "",
+        }
         if role(workload) == "frontend":
             wanted["frontend"] = case.values["tls"]["frontendSecret"]
         found = {path.rpartition("/")[2] for path in mounts if path.startswith("/etc/plaserve/tls/")}
         assert found == {name for name, secret in wanted.items() if secret}
         assert all(mounts[f"/etc/plaserve/tls/{name}"]["readOnly"] for name in found)
+        environment = case.environment(workload)
+        files = [value for value in environment.values() if value.startswith("/etc/plaserve/tls/")]
+        assert {value.split("/")[4] for value in files} <= found
+        plain = environment.get("PLASERVE_FLEET__ALLOW_PLAINTEXT") == "true"
+        assert plain != (environment.get("PLASERVE_FLEET__TLS") == "true")
+        assert plain == ("etcd" not in found)
+
+
+def test_passwords_come_from_secrets_only(case: Rendered) -> None:
+    secret = case.values["etcd"]["passwordSecret"]
+    for workload in ours(case.workloads()):
+        refs = {e["name"]: e.get("valueFrom", {}) for e in main(workload)["env"]}
+        for name in ("PLASERVE_FLEET__USERNAME", "PLASERVE_FLEET__PASSWORD"):
+            assert name not in case.environment(workload)
+            assert refs.get(name, {}).get("secretKeyRef", {}).get("name", "") == secret
 
 
 # --- selectors ---
@@ -123,7 +143,7 @@ def test_services_lead_to_ports_that_are_there(case: Rendered) -> None:
 
 def test_the_etcd_of_a_trial_is_the_one_that_is_asked(case: Rendered) -> None:
     for workload in ours(case.workloads()):
-        asked = case.environment(workload)["PLASERVE_FLEET__ENDPOINTS"].split(",")
+        asked = json.loads(case.environment(workload)["PLASERVE_FLEET__ENDPOINTS"])
         if not case.values["etcd"]["trial"]["enabled"]:
             assert asked == case.values["etcd"]["endpoints"]
             continue
@@ -181,7 +201,9 @@ def test_every_served_port_has_its_callers(case: Rendered) -> None:
         assert all(p["spec"]["policyTypes"] == ["Ingress"] for p in governed)
         for port in main(workload)["ports"]:
             roles, others, anybody = callers_of(case, workload, port["containerPort"])
-            if port["name"].endswith("metrics"):
+            if port["name"] == "health":  # for the node's probes, which no policy keeps out
+                assert (roles, others, anybody) == (set(), [], False)
+            elif port["name"].endswith("metrics"):
                 assert (roles, anybody) == (set(), False)
                 assert others == [{"namespaceSelector": {"matchLabels": monitoring}}]
             elif role(workload) == "etcd":

@@ -53,10 +53,20 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | quote }}
 
 {{- define "plaserve.etcdEndpoints" -}}
 {{- if .Values.etcd.trial.enabled -}}
-{{ include "plaserve.object" (dict "root" . "role" "etcd") }}.{{ .Release.Namespace }}.svc:2379
+{{ printf "%s.%s.svc:2379" (include "plaserve.object" (dict "root" . "role" "etcd")) .Release.Namespace | list | toJson }}
 {{- else -}}
 {{- if not .Values.etcd.endpoints }}{{ fail "etcd.endpoints: name host:port of your etcd, or set etcd.trial.enabled" }}{{ end -}}
-{{ join "," .Values.etcd.endpoints }}
+{{ toJson .Values.etcd.endpoints }}
+{{- end }}
+{{- end }}
+
+{{/* Secret of etcd, where TLS is spoken to it. */}}
+{{- define "plaserve.etcdTls" -}}
+{{- if not .Values.etcd.trial.enabled -}}
+{{- if not (or .Values.etcd.tlsSecret .Values.etcd.allowPlaintext) -}}
+{{- fail "etcd.tlsSecret: name a secret, or set etcd.allowPlaintext where the network is trusted" -}}
+{{- end -}}
+{{ .Values.etcd.tlsSecret }}
 {{- end }}
 {{- end }}
 

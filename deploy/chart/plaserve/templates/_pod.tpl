@@ -74,13 +74,19 @@ tolerations:
 {{- end }}
 {{- end }}
 
+{{/* Where a plaintext health service answers, if anywhere. */}}
+{{- define "plaserve.healthPort" -}}
+{{- if .root.Values.probes.healthPort -}}
+{{ .root.Values.probes.healthPort }}
+{{- else if and (eq .role "frontend") (not .root.Values.tls.frontendSecret) -}}
+{{ .root.Values.ports.grpc }}
+{{- end }}
+{{- end }}
+
 {{- define "plaserve.probe" -}}
-{{- if eq .root.Values.probes.kind "grpc" -}}
-{{- if or .root.Values.tls.frontendSecret .root.Values.tls.linksSecret -}}
-{{- fail "probes.kind: Kubernetes' gRPC probes speak no TLS; with tls.* set it to metrics" -}}
-{{- end -}}
+{{- with include "plaserve.healthPort" . -}}
 grpc:
-  port: {{ .root.Values.ports.grpc }}
+  port: {{ . }}
   service: ""
 {{- else -}}
 httpGet:
@@ -123,6 +129,10 @@ ports:
     containerPort: {{ .root.Values.ports.grpc }}
   - name: metrics
     containerPort: {{ .root.Values.ports.metrics }}
+  {{- with .root.Values.probes.healthPort }}
+  - name: health
+    containerPort: {{ . }}
+  {{- end }}
 envFrom:
   - configMapRef:
       name: {{ include "plaserve.object" (dict "root" .root "role" .role) }}
@@ -132,10 +142,19 @@ env:
       fieldRef:
         fieldPath: status.podIP
   - name: PLASERVE_FLEET__ADVERTISE
-    value: {{ printf (ternary "[$(POD_IP)]:%v" "$(POD_IP):%v" (eq .root.Values.ipFamily "IPv6")) .root.Values.ports.grpc | quote }}
+    value: {{ ternary "[$(POD_IP)]" "$(POD_IP)" (eq .root.Values.ipFamily "IPv6") | quote }}
   {{- with .shard }}
   - name: PLASERVE_FLEET__SHARD
     value: {{ . | quote }}
+  {{- end }}
+  {{- if and .root.Values.etcd.passwordSecret (not .root.Values.etcd.trial.enabled) }}
+  {{- range $key := list "username" "password" }}
+  - name: PLASERVE_FLEET__{{ upper $key }}
+    valueFrom:
+      secretKeyRef:
+        name: {{ $.root.Values.etcd.passwordSecret | quote }}
+        key: {{ $key }}
+  {{- end }}
   {{- end }}
   - name: HOME
     value: /var/lib/plaserve
@@ -174,10 +193,8 @@ volumeMounts:
 {{- if and (eq .role "frontend") .root.Values.tls.frontendSecret }}
 frontend: {{ .root.Values.tls.frontendSecret | quote }}
 {{- end }}
-{{- with .root.Values.tls.linksSecret }}
-links: {{ . | quote }}
-{{- end }}
-{{- with .root.Values.etcd.tlsSecret }}
+links: {{ required "tls.linksSecret: the processes of a fleet speak mutual TLS; name their secret" .root.Values.tls.linksSecret | quote }}
+{{- with include "plaserve.etcdTls" .root }}
 etcd: {{ . | quote }}
 {{- end }}
 {{- end }}

@@ -15,6 +15,19 @@ PLASERVE_FLEET__MEMBERSHIP: etcd
 PLASERVE_FLEET__ENDPOINTS: {{ include "plaserve.etcdEndpoints" .root | quote }}
 PLASERVE_FLEET__NAME: {{ default (include "plaserve.name" .root) .root.Values.fleet.name | quote }}
 PLASERVE_FLEET__LEASE_TTL_S: {{ toJson .root.Values.fleet.leaseTtlSeconds | quote }}
+{{- if include "plaserve.etcdTls" .root }}
+PLASERVE_FLEET__TLS: "true"
+PLASERVE_FLEET__TLS_CA: /etc/plaserve/tls/etcd/ca.crt
+{{- if .root.Values.etcd.clientCertificate }}
+PLASERVE_FLEET__TLS_CERT: /etc/plaserve/tls/etcd/tls.crt
+PLASERVE_FLEET__TLS_KEY: /etc/plaserve/tls/etcd/tls.key
+{{- end }}
+{{- with .root.Values.etcd.tlsName }}
+PLASERVE_FLEET__TLS_NAME: {{ . | quote }}
+{{- end }}
+{{- else }}
+PLASERVE_FLEET__ALLOW_PLAINTEXT: "true"
+{{- end }}
 {{- if include "plaserve.bundleSource" . }}
 PLASERVE_ENGINE__BUNDLE: {{ .root.Values.bundle.path | quote }}
 {{- end }}
