@@ -48,6 +48,8 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: p
         ("PLASERVE_PORT", "1", "PLASERVE_PORT"),
         ("PLASERVE_SERVER__PORT", "banana", "server.port"),
         ("PLASERVE_SERVER__PORT", "70000", "server.port"),
+        ("PLASERVE_EXECUTOR__START_TIMEOUT_S", "inf", "executor.start_timeout_s"),
+        ("PLASERVE_EXECUTOR__PASS_TIMEOUT_S", "nan", "executor.pass_timeout_s"),
         ("PLASERVE_POLICY", "lifo", "policy"),
         ("PLASERVE_SCHEDULER__AGE_BOUND_S", "-1", "age_bound_s"),
         ("PLASERVE_SCHEDULER__LATE_POLICY", "maybe", "late_policy"),
