@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from service.fleet.membership import Membership
 from service.fleet.memory import MemoryFleet
 from service.fleet.settings import FleetSettings
-from service.fleet.stored import MembershipTimes, StoreMembership
+from service.fleet.stored import MembershipTimes
 
 
-def make_membership(settings: FleetSettings, memory: MemoryFleet | None = None) -> StoreMembership:
+def make_membership(settings: FleetSettings, memory: MemoryFleet | None = None) -> Membership:
     """A membership by settings, not yet opened.
 
     memory: the fleet of this process, shared by all who are in it (membership = memory); None: a new one.

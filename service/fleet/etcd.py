@@ -8,6 +8,7 @@ compacted hangs in it; so only its stubs are used, over channels of ours:
   has no leader or no space. A refusal that will not pass is MembershipRefused.
 - A watch asks for progress every second; a stream that stays silent is given up. So a stopped etcd, or a
   network that swallows packets, is noticed without waiting for TCP.
+- Streams ask etcd to end them when the member they reach has no leader: it would stay silent about changes.
 - After a restore from a backup the cluster has another id or an older revision: everything is read afresh.
   Epochs may then repeat; give a restored fleet a new name, or restart its workers.
 - etcd counts leases in whole seconds, and at least 1.5 of its election timeouts (2 s by default).
@@ -172,7 +173,7 @@ class EtcdStore:
         return left_s
 
     async def _renew(self, to: _Endpoint, lease_id: int, timeout_s: float) -> float:
-        call = to.lease.LeaseKeepAlive(timeout=timeout_s, metadata=self._metadata())
+        call = to.lease.LeaseKeepAlive(timeout=timeout_s, metadata=self._metadata(stream=True))
         try:
             await call.write(rpc.LeaseKeepAliveRequest(ID=lease_id))
             reply = await call.read()
@@ -191,7 +192,7 @@ class EtcdStore:
     async def follow(self, prefix: str, after: int) -> AsyncGenerator[Batch, None]:
         to = self._endpoint()
         await self._log_in(to)
-        call = to.watch.Watch(metadata=self._metadata())
+        call = to.watch.Watch(metadata=self._metadata(stream=True))
         asking: asyncio.Task[None] | None = None
         try:
             create = rpc.WatchCreateRequest(
@@ -301,8 +302,10 @@ class EtcdStore:
             raise self._failure(error, to) from None
         self._token = reply.token
 
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        return (("token", self._token),) if self._token else ()
+    def _metadata(self, *, stream: bool = False) -> tuple[tuple[str, str], ...]:
+        """stream: to be ended by an etcd that is cut off from its cluster, and so hears of no change."""
+        leader = (("hasleader", "true"),) if stream else ()
+        return (("token", self._token), *leader) if self._token else leader
 
     def _failure(self, error: grpc.aio.AioRpcError, to: _Endpoint) -> Exception:
         """Our error for gRPC's. Where the endpoint may be at fault, the next call goes to the next one."""

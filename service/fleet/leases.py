@@ -23,6 +23,7 @@ from service.fleet.membership import (
     LeaseState,
     LostCallback,
     Member,
+    MemberExists,
     MembershipError,
     MembershipRefused,
     MembershipUnavailable,
@@ -132,6 +133,7 @@ class MemberLease:
         self._dirty = False  # a write whose fate is not known
         self._lapsed = False
         self._ended = False
+        self._taken = False  # by another process: it does not join again
         self._task: asyncio.Task[None] | None = None
         self.lapses = 0
 
@@ -197,6 +199,8 @@ class MemberLease:
     async def _flush(self) -> int:
         """Put the newest member under the key if it is still ours. Raises MembershipUnavailable."""
         async with self._lock:
+            if self._taken:
+                raise MemberExists(f"another process is {self._member.member_id} now")
             if self._lapsed:
                 raise MembershipUnavailable("the lease has lapsed; the next join brings what was written")
             member = self._member
@@ -235,6 +239,7 @@ class MemberLease:
             self._losses.tell(reason, last=False)
             await self._keeper.drop()
             if not await self._join_again():
+                self._taken = True
                 self._losses.tell("another process took the id", last=True)
                 return
 

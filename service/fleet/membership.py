@@ -176,7 +176,11 @@ class Lease(Protocol):
     async def update(
         self, *, facts: Facts | None = None, address: str | None = None, shard: str | None = None
     ) -> Member:
-        """Write what is given, keep the rest. Kept for the next join also when MembershipUnavailable."""
+        """Write what is given, keep the rest.
+
+        Raises MembershipUnavailable (it is written with the next renewal or join), MemberExists when the id
+        was taken.
+        """
         ...
 
     async def report(self, role: Role, number: int) -> Member:
@@ -256,7 +260,9 @@ class Membership(Protocol):
     ) -> Assignment:
         """Set the wanted role if the number of the present one is `expected` (0: there is none).
 
-        The worker need not be a member now. The role that is wanted already is no move: the present assignment is returned. Raises Conflict,
+        The worker need not be a member now.
+
+        The role that is wanted already is no move: the present assignment is returned. Raises Conflict,
         WorkerPinned (without `force`), Fenced, MembershipUnavailable.
         """
         ...

@@ -19,8 +19,8 @@ from pathlib import Path
 import grpc
 import pytest
 from aetcd import rpc
+from etcd_server import MISSING, EtcdServer, find_etcd, free_ports, running_cluster, running_etcd
 from membership_backends import TIMES, InEtcd
-from etcd_server import MISSING, EtcdServer, find_etcd, free_ports, running_etcd
 
 from service.core.reconcile import MoveReason
 from service.core.types import Role
@@ -377,6 +377,32 @@ async def test_of_several_endpoints_one_that_lives_is_found(etcd: InEtcd, shared
         assert lease.lapses == 0
 
 
+async def test_a_cluster_survives_a_member_and_without_a_majority_is_away(tmp_path: Path) -> None:
+    if find_etcd() is None:
+        pytest.skip(MISSING)
+    with running_cluster(tmp_path) as servers:
+        backend = InEtcd(servers[0])
+        backend.options = replace(backend.options, endpoints=tuple(s.endpoint for s in servers))
+        membership, other = await backend.connect(), await backend.connect()
+        lease = await membership.join(WORKER, ttl_s=20.0)
+        lead = await membership.campaign("controller", "a", ttl_s=20.0)
+        servers[0].stop()
+        await insistently(lambda: lease.update(facts={"members": 2}))
+        await backend.until(lambda: other.snapshot().members["w1"].facts == {"members": 2})
+        servers[1].pause()
+        await backend.until(lambda: membership.snapshot().stale and other.snapshot().stale)
+        with pytest.raises(MembershipUnavailable):
+            await lease.update(facts={"members": 1})
+        servers[1].resume()
+        await backend.until(lambda: not membership.snapshot().stale and not other.snapshot().stale)
+        await insistently(lambda: lease.update(facts={"members": "2 again"}))
+        await backend.until(lambda: other.snapshot().members["w1"].facts == {"members": "2 again"})
+        assert lease.lapses == 0
+        assert lead.state is LeaseState.LIVE
+        assert membership.mirror.fresh_reads == 1
+        await backend.close()
+
+
 # --- TLS and passwords ----------------------------------------------
 
 
@@ -413,10 +439,12 @@ async def test_tls_with_certificates_on_both_sides(tmp_path: Path) -> None:
         await membership.join(WORKER)
         assert set(membership.snapshot().members) == {"w1"}
         await membership.close()
-        for tls in (EtcdTls(strange, certificate, key), EtcdTls(ca), None):
-            refused = etcd_membership(replace(options, tls=tls), times=replace(TIMES, open_timeout_s=0.5))
-            with pytest.raises(MembershipUnavailable):
-                await refused.open()
+        refused = [
+            etcd_membership(replace(options, tls=tls), times=replace(TIMES, open_timeout_s=0.5)).open()
+            for tls in (EtcdTls(strange, certificate, key), EtcdTls(ca), None)
+        ]
+        for outcome in await asyncio.gather(*refused, return_exceptions=True):
+            assert isinstance(outcome, MembershipUnavailable)
 
 
 async def test_passwords_permissions_and_tokens_that_run_out(own: InEtcd, own_etcd: EtcdServer) -> None:

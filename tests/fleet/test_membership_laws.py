@@ -23,6 +23,7 @@ from service.fleet.clock import VirtualClock, settle
 from service.fleet.membership import (
     Assignment,
     Conflict,
+    Fenced,
     LeaseState,
     Member,
     MemberExists,
@@ -292,6 +293,8 @@ async def test_whoever_lapsed_finds_its_id_taken_and_does_not_fight() -> None:
     cut._store.cut = False  # type: ignore[attr-defined]
     await backend.until(lambda: "another process took the id" in told)
     assert lease.state is LeaseState.LOST
+    with pytest.raises(MemberExists):
+        await lease.update(facts={"mine": True})
     assert taken.state is LeaseState.LIVE
     assert cut.snapshot().members["w"] == taken.member
     await backend.close()
@@ -313,6 +316,25 @@ async def test_a_holder_doubts_before_anybody_else_can_hold() -> None:
             assert second.leader("e") == lead.leader
     assert waiting.done()
     assert lead.state is LeaseState.DOUBTFUL
+    await backend.close()
+
+
+async def test_a_fence_holds_between_the_look_and_the_write_too() -> None:
+    backend = InMemory()
+    first, second = await backend.connect(), await backend.connect()
+    old = await first.campaign("e", "a")
+    commit = first._store.commit
+
+    async def deposed_just_before(*arguments: Any) -> Any:
+        if second.leader("e") == old.leader:
+            backend.service.revoke(old._keeper.lease_id)
+            await second.campaign("e", "b")
+        return await commit(*arguments)
+
+    first._store.commit = deposed_just_before  # type: ignore[method-assign]
+    with pytest.raises(Fenced):
+        await first.assign("w", Role.SP, expected=0, reason=MoveReason.PRESSURE, by="a", fence=old)
+    assert second.snapshot().assignments == {}
     await backend.close()
 
 
