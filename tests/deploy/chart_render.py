@@ -192,7 +192,7 @@ def _random_values(seed: int) -> Object:
     }
 
 
-RANDOM = {f"random-{seed}": _random_values(seed) for seed in range(6)}
+RANDOM = {f"random-{seed}": _random_values(seed) for seed in range(5)}
 CASES: dict[str, Object] = (
     {"default": {}}
     | {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in EXAMPLES}
