@@ -253,14 +253,18 @@ class Wire:
     passes any more, in silence, until `heal`, which breaks what was held."""
 
     def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
+        self.point_at(target)
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._flow = asyncio.Event()
         self._flow.set()
         self.whole = True
         self.address = ""
+
+    def point_at(self, target: str) -> None:
+        """Where new connections go."""
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
 
     async def __aenter__(self) -> Wire:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
