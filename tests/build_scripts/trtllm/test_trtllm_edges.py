@@ -269,6 +269,18 @@ def test_what_engines_take_is_all_that_may_be_used_and_no_more(tmp_path: Path, s
     assert taken == sum(plans) + sum(activations) + count * (RESERVE_BYTES + blocks * block_bytes)
 
 
+def test_the_timings_in_a_bundle_are_those_of_the_last_engine(tmp_path: Path) -> None:
+    """Each build starts from the timings before it, so the last one's hold all."""
+    gpu = Gpu("NVIDIA H200", "9.0", 141 * 10**9, "570.1")
+    host = GpuHost((gpu,), machine.VERSION, machine.TENSORRT, Path("python"))
+    (tmp_path / "choose").mkdir()
+    (tmp_path / "choose" / job_module.CHOICE).write_text('{"kept": "build-sp-plugin"}')
+    for separate_lp, step in ((False, "build-sp-plugin"), (True, "build-lp")):
+        spec = trtllm_spec("Qwen2.5-7B", tmp_path, separate_lp=separate_lp)
+        job = job_module.Job(make_plan(spec), Store(tmp_path), host, gpu)
+        assert assemble.bundle_files(job)["model.cache"] == (step, "model.cache")
+
+
 def test_another_checkpoint_with_the_same_times_is_another(spec: TrtLlmSpec, tmp_path: Path) -> None:
     """As two copies by a tool that keeps times."""
     assert spec.checkpoint is not None
