@@ -202,8 +202,15 @@ class WorkerServicer:
                 self._watch_for_orphans(session)
 
     async def _read(self, session: Session, stream: Stream, context: Context) -> None:
-        while (message := await context.read()) is not grpc.aio.EOF:
-            if stream.over.is_set():
+        """A scheduler answers each Progress, so silence means that it is gone, also where nothing broke."""
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.silence_s):
+                    message = await context.read()
+            except TimeoutError:
+                log.warning("%s: the scheduler is silent; its stream ends", self.spec.instance_id)
+                return
+            if message is grpc.aio.EOF or stream.over.is_set():
                 return
             if message is None:
                 raise BadMessage("ControlRequest: these bytes are none")

@@ -138,6 +138,24 @@ async def test_silence_is_a_break_and_not_the_end() -> None:
         assert not heard.of(InstanceDown)
 
 
+async def test_a_scheduler_that_vanishes_without_a_word_is_noticed_and_its_requests_are_given_up() -> None:
+    """Nothing breaks, as when a host loses its power; the worker does not hold KV for it for ever."""
+    settings = slower(QUICK, silence_s=0.3, grace_s=0.1, orphan_s=0.2)
+    async with (
+        a_worker(settings=settings, runner=lambda model: HeldRunner(model, free=True)) as worker,
+        Wire(worker.address) as wire,
+        a_remote(wire.address) as remote,
+    ):
+        await remote.start()
+        heard, request = Heard(remote), engine_request("a", answer=9)
+        remote.dispatch(prefill(1, request), [request], staged=False)
+        await heard.until(PassFinished)
+        assert worker.servicer.held == ("a",)
+        wire.hold()
+        await until(lambda: worker.servicer.held == ())
+        assert worker.model.stats().requests_live == 0
+
+
 async def test_a_worker_that_was_started_again_has_forgotten() -> None:
     async with a_worker() as before, Wire(before.address) as wire, a_remote(wire.address) as remote:
         await remote.start()
