@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from etcd_server import MISSING, EtcdServer, find_etcd, running_etcd
+from membership_backends import Backend, InEtcd, InMemory
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +24,26 @@ def own_etcd(tmp_path: Path) -> Iterator[EtcdServer]:
         pytest.skip(MISSING)
     with running_etcd(tmp_path / "etcd") as server:
         yield server
+
+
+@pytest.fixture(params=["memory", "etcd"])
+async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
+    """Each test that asks for it runs over both."""
+    in_memory = request.param == "memory"
+    found: Backend = InMemory() if in_memory else InEtcd(request.getfixturevalue("shared_etcd"))
+    yield found
+    await found.close()
+
+
+@pytest.fixture
+async def etcd(shared_etcd: EtcdServer) -> AsyncIterator[InEtcd]:
+    backend = InEtcd(shared_etcd)
+    yield backend
+    await backend.close()
+
+
+@pytest.fixture
+async def own(own_etcd: EtcdServer) -> AsyncIterator[InEtcd]:
+    backend = InEtcd(own_etcd)
+    yield backend
+    await backend.close()

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 
 from etcd_server import EtcdServer
 
+from service.core.reconcile import MoveReason
+from service.core.types import Role
 from service.fleet.clock import Clock, VirtualClock, WallClock, settle
 from service.fleet.etcd import EtcdOptions, etcd_membership
+from service.fleet.membership import Assignment, Member, MemberKind
 from service.fleet.memory import MemoryFleet
 from service.fleet.stored import MembershipTimes, StoreMembership
 
@@ -103,3 +107,16 @@ class InEtcd(Backend):
 
     async def pass_time(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+
+WHY = {"reason": MoveReason.PRESSURE, "by": "controller-1"}
+
+
+def worker(name: str = "w1", **changes: object) -> Member:
+    return replace(Member(name, MemberKind.WORKER, "10.0.0.1:9000", shard="s1"), **changes)
+
+
+async def assign(
+    membership: StoreMembership, name: str, role: Role, expected: int = 0, **more: object
+) -> Assignment:
+    return await membership.assign(name, role, expected=expected, **(WHY | more))  # type: ignore[arg-type]

@@ -11,26 +11,25 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 from aetcd import rpc
-from etcd_server import MISSING, EtcdServer, find_etcd, free_ports, running_cluster, running_etcd
+from etcd_relay import Relay, relay_to
+from etcd_server import MISSING, EtcdServer, find_etcd, free_ports, running_cluster
 from membership_backends import TIMES, InEtcd
 
 from service.core.reconcile import MoveReason
 from service.core.types import Role
-from service.fleet.etcd import EtcdOptions, EtcdTls, etcd_membership
+from service.fleet.etcd import EtcdOptions, etcd_membership
 from service.fleet.membership import (
     Fenced,
     LeaseState,
     Member,
     MemberKind,
-    MembershipRefused,
     MembershipUnavailable,
 )
 from service.fleet.stored import StoreMembership
@@ -50,89 +49,6 @@ async def main():
     await asyncio.sleep(60)
 asyncio.run(main())
 """
-
-
-class Relay:
-    """Passes bytes to etcd. hold: they wait there, and nobody is told. delay_s: on the way there."""
-
-    def __init__(self, server: EtcdServer) -> None:
-        self._server = server
-        self.port = free_ports(1)[0]
-        self._open = asyncio.Event()
-        self._open.set()
-        self.delay_s = 0.0
-        self._listener: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def endpoint(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def hold(self) -> None:
-        self._open.clear()
-
-    def let_go(self) -> None:
-        self._open.set()
-
-    async def open(self) -> None:
-        self._listener = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
-
-    async def cut(self) -> None:
-        """Refuse connections and break those that there are."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-        for writer in self._writers:
-            writer.transport.abort()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._writers.clear()
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there_reader, there = await asyncio.open_connection("127.0.0.1", self._server.port)
-        self._writers |= {writer, there}
-        for source, sink, delayed in ((reader, there, True), (there_reader, writer, False)):
-            task = asyncio.create_task(self._pass_on(source, sink, delayed))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, delayed: bool) -> None:
-        try:
-            while data := await source.read(65536):
-                if delayed and self.delay_s:
-                    await asyncio.sleep(self.delay_s)
-                await self._open.wait()
-                sink.write(data)
-        except ConnectionError:
-            pass
-        finally:
-            sink.close()
-
-
-@asynccontextmanager
-async def relay_to(server: EtcdServer) -> AsyncIterator[Relay]:
-    relay = Relay(server)
-    await relay.open()
-    try:
-        yield relay
-    finally:
-        await relay.cut()
-
-
-@pytest.fixture
-async def etcd(shared_etcd: EtcdServer) -> AsyncIterator[InEtcd]:
-    backend = InEtcd(shared_etcd)
-    yield backend
-    await backend.close()
-
-
-@pytest.fixture
-async def own(own_etcd: EtcdServer) -> AsyncIterator[InEtcd]:
-    backend = InEtcd(own_etcd)
-    yield backend
-    await backend.close()
 
 
 async def through(relay: Relay, backend: InEtcd) -> StoreMembership:
@@ -401,77 +317,3 @@ async def test_a_cluster_survives_a_member_and_without_a_majority_is_away(tmp_pa
         assert lead.state is LeaseState.LIVE
         assert membership.mirror.fresh_reads == 1
         await backend.close()
-
-
-# --- TLS and passwords ----------------------------------------------
-
-
-def certificates(folder: Path) -> tuple[Path, Path, Path]:
-    """An authority, and one certificate that it signed for 127.0.0.1, for servers and clients."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl to make certificates with")
-    folder.mkdir()
-    ca, ca_key = folder / "ca.pem", folder / "ca.key"
-    certificate, key, request = folder / "cert.pem", folder / "cert.key", folder / "cert.csr"
-    extension = folder / "ext"
-    extension.write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    signed = ["-days", "2", "-out", certificate, "-extfile", extension]
-    for arguments in (
-        ["req", "-x509", *curve, "-keyout", ca_key, "-out", ca, "-subj", "/CN=ca", "-days", "2"],
-        ["req", *curve, "-keyout", key, "-out", request, "-subj", "/CN=etcd"],
-        ["x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key, "-CAcreateserial", *signed],
-    ):
-        subprocess.run([openssl, *map(str, arguments)], check=True, capture_output=True, timeout=30)
-    return ca, certificate, key
-
-
-async def test_tls_with_certificates_on_both_sides(tmp_path: Path) -> None:
-    if find_etcd() is None:
-        pytest.skip(MISSING)
-    ca, certificate, key = certificates(tmp_path / "good")
-    strange, _, _ = certificates(tmp_path / "strange")
-    with running_etcd(tmp_path / "etcd", (ca, certificate, key)) as server:
-        options = EtcdOptions((server.endpoint,), tls=EtcdTls(ca, certificate, key))
-        membership = etcd_membership(options, times=TIMES)
-        await membership.open()
-        await membership.join(WORKER)
-        assert set(membership.snapshot().members) == {"w1"}
-        await membership.close()
-        refused = [
-            etcd_membership(replace(options, tls=tls), times=replace(TIMES, open_timeout_s=0.5)).open()
-            for tls in (EtcdTls(strange, certificate, key), EtcdTls(ca), None)
-        ]
-        for outcome in await asyncio.gather(*refused, return_exceptions=True):
-            assert isinstance(outcome, MembershipUnavailable)
-
-
-async def test_passwords_permissions_and_tokens_that_run_out(own: InEtcd, own_etcd: EtcdServer) -> None:
-    prefix = f"/plaserve/{own.fleet}/".encode()
-    async with grpc.aio.insecure_channel(own_etcd.endpoint) as channel:
-        auth = rpc.AuthStub(channel)
-        for name in ("root", "fleet"):
-            await auth.UserAdd(rpc.AuthUserAddRequest(name=name, password="secret"))
-            await auth.RoleAdd(rpc.AuthRoleAddRequest(name=name))
-            await auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user=name, role=name))
-        permission = rpc.Permission(
-            permType=rpc.Permission.READWRITE, key=prefix, range_end=prefix[:-1] + b"0"
-        )
-        await auth.RoleGrantPermission(rpc.AuthRoleGrantPermissionRequest(name="fleet", perm=permission))
-        await auth.AuthEnable(rpc.AuthEnableRequest())
-
-    with pytest.raises(MembershipRefused):
-        await etcd_membership(replace(own.options, username="fleet", password="wrong"), times=TIMES).open()
-    with pytest.raises(MembershipRefused):
-        await etcd_membership(own.options, times=TIMES).open()
-    own.options = replace(own.options, username="fleet", password="secret")
-    with pytest.raises(MembershipRefused, match="permission denied"):
-        await etcd_membership(own.options, fleet="other", times=TIMES).open()
-
-    membership = await own.connect()
-    lease = await membership.join(WORKER)
-    membership._store._token = "run-out"
-    await lease.update(facts={"a": 1})
-    assert membership.snapshot().members["w1"].facts == {"a": 1}
-    assert membership._store._token not in ("", "run-out")
