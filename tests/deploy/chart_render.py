@@ -123,12 +123,13 @@ ODD: dict[str, Object] = {
     "embedded-backend": {"worker": {"backend": "openvino_cpu", "spread": "ScheduleAnyway"}},
     "settings": {
         "settings": {
-            "policy": "fcfs",
+            "policy": "laps_slides",
             "scheduler": {"window_s_max": 0.008, "queue_tokens_max": 4194304, "mode": "temporal"},
             "telemetry": {"sample_ratio": 0, "otlp_endpoint": "otel:4317"},
         },
         "frontend": {"settings": {"limits": {"max_tokens_max": 16777216}, "telemetry": {"sample_ratio": 1}}},
         "worker": {"settings": {"executor": {"cancel": "unheard"}}, "drainTimeoutSeconds": 0.5},
+        "controller": {"replicas": 0},
         "security": {"user": 2000, "group": 3000000},
         "imagePullSecrets": [{"name": "regcred"}],
     },
@@ -183,7 +184,7 @@ def _random_values(seed: int) -> Object:
         "controller": pod_values() | {"replicas": draw.randint(0, 3)},
         "etcd": {"trial": {"enabled": draw.random() < 0.5, "replicas": draw.choice([1, 3, 5])}},
         "probes": {"healthPort": draw.choice([0, 8090]), "periodSeconds": draw.choice([1, 7])},
-        "ports": {"grpc": draw.choice([8081, 50051]), "metrics": 9464},
+        "ports": {"grpc": draw.choice([8081, 50051]), "fleet": draw.choice([8082, 9000])},
         "bundle": {
             "source": {name: draw.choice(["pvc", "fetch", "none"]) for name in ROLES},
             "fetch": {"url": "s3://b/x", "checkHost": draw.random() < 0.5},

@@ -7,7 +7,6 @@ not tested here; deploy/README.md says so.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Iterator
 from fractions import Fraction
@@ -23,7 +22,10 @@ import kubernetes_validate
 from chart_render import CASES, Object, Rendered, main, ours, pod, role
 from kubernetes_validate import utils as kubernetes_schemas
 
-from service.settings import OTHER_VARIABLES, PREFIX, known_keys, load_settings
+from service.policies import make_controller
+from service.rpc.tls import is_local
+from service.settings import PREFIX, load_settings
+from service.wiring_fleet import place_of
 
 # The oldest that Chart.yaml allows, and those that are current.
 OLDEST, *BETWEEN, NEWEST = ("1.30.0", "1.35.0", "1.36.0", "1.37.0")
@@ -63,6 +65,15 @@ def fewest(case: Rendered, workload: Object) -> int:
             assert "replicas" not in workload["spec"]  # else each upgrade would set it back
             return int(scaler["spec"]["minReplicas"])
     return int(workload["spec"]["replicas"])
+
+
+@functools.cache
+def program() -> Any:
+    import typer.main
+
+    from service.cli import app
+
+    return typer.main.get_command(app)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -109,14 +120,19 @@ def test_processes_are_the_four_commands(case: Rendered) -> None:
     for workload in ours(case.workloads()):
         container = main(workload)
         assert len(pod(workload)["containers"]) == 1
-        assert (container["command"], container["args"]) == (["plaserve"], [role(workload)])
+        assert container["command"] == ["plaserve"]
+        words = [role(workload)]
+        if words == ["controller"]:  # its flag has a default, which would win over the setting
+            words += ["--listen", case.environment(workload)["PLASERVE_FLEET__LISTEN"]]
+        assert container["args"] == words
+        program().commands[words[0]].make_context(words[0], words[1:])
     expected = {"frontend", "scheduler", "worker"}
     expected |= {"controller"} if case.values["controller"]["replicas"] else set()
     assert {role(each) for each in ours(case.workloads())} == expected
 
 
-def test_every_shard_has_schedulers_and_workers_of_its_own(case: Rendered) -> None:
-    for kind in ("scheduler", "worker"):
+def test_every_shard_has_front_ends_schedulers_and_workers_of_its_own(case: Rendered) -> None:
+    for kind in ("frontend", "scheduler", "worker"):
         found = {
             case.environment(each)["PLASERVE_FLEET__SHARD"]: each
             for each in ours(case.workloads())
@@ -128,31 +144,31 @@ def test_every_shard_has_schedulers_and_workers_of_its_own(case: Rendered) -> No
 
 
 def test_settings_are_known_and_good(case: Rendered, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The service itself reads them. Until it has a group for fleets, that of membership does."""
-    keys = known_keys()
+    """The service itself reads them, and would start: its links are TLS, and it listens where it is asked."""
+    ports = case.values["ports"]
     for workload in ours(case.workloads()):
-        fleet: dict[str, str] = {}
         with monkeypatch.context() as patch:
             for variable, value in case.environment(workload).items():
-                if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
-                    continue
-                group, _, name = variable[len(PREFIX) :].lower().rpartition("__")
-                if group == "fleet" and "fleet" not in keys:
-                    fleet[name] = value
-                else:
-                    patch.setenv(variable, value)
+                patch.setenv(variable, value)
+            for each in main(workload)["env"]:
+                if "secretKeyRef" in each.get("valueFrom", {}):
+                    patch.setenv(each["name"], "secret")
             settings = load_settings()
-        if fleet:
-            assert fleet.pop("advertise")
-            assert fleet.pop("shard", "") in {shard["name"] for shard in case.values["shards"]} | {""}
-            membership = pytest.importorskip("service.fleet.settings")
-            membership.FleetSettings.model_validate(fleet | {"endpoints": json.loads(fleet["endpoints"])})
-        values = case.values[role(workload)]
-        assert settings.server.drain_timeout_s == values["drainTimeoutSeconds"]
-        assert settings.server.port == case.values["ports"]["grpc"]
-        assert settings.server.host != "127.0.0.1"
-        if role(workload) == "worker":
-            assert settings.engine.backend == values["backend"]
+        place = place_of(settings.fleet, role(workload))
+        assert place.tls is not None
+        if role(workload) == "frontend":
+            assert settings.server.port == ports["grpc"]
+            assert not is_local(f"{settings.server.host}:1")
+        else:
+            assert not is_local(settings.fleet.listen)
+            assert place.address(ports["fleet"]) == f"{settings.fleet.advertise}:{ports['fleet']}"
+            assert settings.fleet.listen.endswith(f":{ports['fleet']}")
+        assert settings.fleet.membership == "etcd"
+        # A front end reads text as the bundle of this backend has it.
+        assert settings.engine.backend == case.values["worker"]["backend"]
+        assert settings.server.drain_timeout_s == case.values[role(workload)]["drainTimeoutSeconds"]
+        if role(workload) == "controller":
+            assert make_controller(settings.policy, settings.scheduler) is not None
 
 
 def test_settings_of_a_role_win_over_common_ones() -> None:
@@ -195,17 +211,8 @@ def test_pods_restart_when_their_settings_change() -> None:
         }
 
     before, after = sums("default"), sums("settings")
-    assert all(before[each] != after[each] for each in before)
+    assert all(before[each] != after[each] for each in after)
     assert before == sums("closed-network")
-
-
-@functools.cache
-def program() -> Any:
-    import typer.main
-
-    from service.cli import app
-
-    return typer.main.get_command(app)
 
 
 def test_bundles_are_fetched_by_a_command_that_exists(case: Rendered) -> None:
@@ -253,13 +260,15 @@ def test_probes_let_a_process_load_and_notice_a_stuck_one(case: Rendered) -> Non
         # gRPC probes speak no TLS, and the links of a fleet nothing else.
         health = ports.get("health") or (ports["grpc"] if speaks_plain else None)
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-            asked = container[kind].get("grpc") or container[kind]["httpGet"]
-            wanted = {"port": health, "service": ""} if health else {"port": "metrics", "path": "/metrics"}
+            asked = container[kind].get("grpc") or container[kind]["tcpSocket"]
+            wanted = {"port": health, "service": ""} if health else {"port": "grpc"}
             assert asked == wanted
         start, live = container["startupProbe"], container["livenessProbe"]
         needed_s = case.values[role(workload)]["startTimeoutSeconds"]
         loading_s = case.environment(workload).get("PLASERVE_EXECUTOR__START_TIMEOUT_S")
         assert start["periodSeconds"] * start["failureThreshold"] >= needed_s
+        if role(workload) == "frontend":  # it waits for a worker
+            loading_s = case.values["worker"]["startTimeoutSeconds"]
         if loading_s is not None:
             assert start["periodSeconds"] * start["failureThreshold"] >= float(loading_s) + 60
         assert live["periodSeconds"] * live["failureThreshold"] >= 30

@@ -15,9 +15,9 @@ from chart_render import CASES, Object, Rendered, main, ours, pod, role
 
 ALERTS = chart.ROOT / "deploy" / "alerts.yml"
 # Who opens connections to whose gRPC port: front ends submit, schedulers command, front ends take tokens from
-# workers, controllers read loads. Workers and schedulers may answer front ends on a connection of their own.
+# workers, controllers read loads.
 CALLERS = {
-    "frontend": {"worker", "scheduler"},
+    "frontend": set(),
     "scheduler": {"frontend", "controller"},
     "worker": {"scheduler", "frontend"},
     "controller": set(),
@@ -134,9 +134,14 @@ def test_selectors_hold_their_own_pods_and_no_others(case: Rendered) -> None:
 
 def test_services_lead_to_ports_that_are_there(case: Rendered) -> None:
     for service in case.of("Service"):
-        (target,) = [each for each in case.workloads() if selects(service["spec"]["selector"], each)]
-        names = {port["name"] for port in main(target)["ports"]}
-        assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+        targets = [each for each in case.workloads() if selects(service["spec"]["selector"], each)]
+        assert len(targets) == 1 or {role(each) for each in targets} == {"frontend"}
+        for target in targets:
+            names = {port["name"] for port in main(target)["ports"]}
+            assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+    clients = [s for s in case.of("Service") if "frontend" in s["spec"]["selector"].values()]
+    shards = len(case.values["shards"])
+    assert len(clients) == (1 + shards if shards > 1 else 1)
     headless = {s["metadata"]["name"] for s in case.of("Service") if s["spec"].get("clusterIP") == "None"}
     assert {each["spec"]["serviceName"] for each in case.of("StatefulSet")} <= headless
 

@@ -45,6 +45,7 @@ REFUSED: dict[str, tuple[Object, str]] = {
     "etcd without TLS": ({"etcd": {"tlsSecret": ""}}, "etcd.tlsSecret"),
     "a lease as short as a call": ({"fleet": {"leaseTtlSeconds": 2}}, "leaseTtlSeconds"),
     "liveness that kills at once": ({"probes": {"livenessFailures": 1}}, "livenessFailures"),
+    "a controller without moves": ({"settings": {"scheduler": {"mode": "temporal"}}}, "controller.replicas"),
     "root": ({"security": {"user": 0}}, "user"),
     "nobody may be away": ({"worker": {"maxUnavailable": 0}}, "maxUnavailable"),
     "everybody may be away": ({"worker": {"maxUnavailable": "100%"}}, "maxUnavailable"),

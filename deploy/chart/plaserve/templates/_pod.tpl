@@ -74,6 +74,11 @@ tolerations:
 {{- end }}
 {{- end }}
 
+{{/* gRPC port of a role. */}}
+{{- define "plaserve.port" -}}
+{{- ternary .root.Values.ports.grpc .root.Values.ports.fleet (eq .role "frontend") -}}
+{{- end }}
+
 {{/* Where a plaintext health service answers, if anywhere. */}}
 {{- define "plaserve.healthPort" -}}
 {{- if .root.Values.probes.healthPort -}}
@@ -89,9 +94,8 @@ grpc:
   port: {{ . }}
   service: ""
 {{- else -}}
-httpGet:
-  path: /metrics
-  port: metrics
+tcpSocket:
+  port: grpc
 {{- end }}
 timeoutSeconds: {{ .root.Values.probes.timeoutSeconds }}
 {{- end }}
@@ -120,13 +124,18 @@ name: {{ .role }}
 image: {{ include "plaserve.image" (dict "root" .root "image" $image) | quote }}
 imagePullPolicy: {{ $image.pullPolicy }}
 command: [plaserve]
+{{- if eq .role "controller" }}
+# Its flag has a default of its own, which would win over the setting.
+args: [controller, --listen, {{ include "plaserve.listen" . | quote }}]
+{{- else }}
 args: [{{ .role }}]
+{{- end }}
 workingDir: /var/lib/plaserve
 securityContext:
   {{- include "plaserve.containerSafety" . | nindent 2 }}
 ports:
   - name: grpc
-    containerPort: {{ .root.Values.ports.grpc }}
+    containerPort: {{ include "plaserve.port" . }}
   - name: metrics
     containerPort: {{ .root.Values.ports.metrics }}
   {{- with .root.Values.probes.healthPort }}
