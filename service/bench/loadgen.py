@@ -7,6 +7,9 @@ request that would exceed the bound on requests in flight is not sent and counts
 reason. Closed loop: a number of clients, each sending its next request when the last one ended, and its clock
 starts at the sending.
 
+Over several addresses requests take turns. A connection that is down is passed over while another is up, as a
+load balancer in front of a service does; a call that was under way on it has failed and is not sent again.
+
 Times are on the event loop's clock (monotonic), relative to the start of the load. TTFT ends with the first
 message that carries a token. An ITL is the gap between two messages with tokens; tokens that arrive together
 count as one arrival, so coalescing can't thin out the long gaps.
@@ -31,6 +34,12 @@ from protos.plaserve.v1.inference_pb2_grpc import InferenceServiceStub
 from service.bench.workload import Label, PlannedRequest
 
 CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own per channel
+RECONNECT_OPTIONS = (  # to a server that is started again; gRPC's own is up to two minutes
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+CONNECT_S_MAX = 10.0
 BACKOFF_S_MAX = 1.0  # a refused closed-loop client waits what it is told, at most this
 
 
@@ -64,6 +73,7 @@ class Observation:
     service_lane: str = ""
     error: str = ""
     retry_after_s: float | None = None
+    address: str = ""  # it was sent there
 
     @property
     def met(self) -> bool:
@@ -85,30 +95,39 @@ def message_of(planned: PlannedRequest) -> pb.GenerateRequest:
 
 
 class LoadGenerator:
-    """Sends requests to one address. Use as an async context manager. `message` puts them into protos."""
+    """Sends requests to one address or several. Use as an async context manager.
+
+    message: puts a request into protos. channels: connections to each address.
+    """
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         timeout_s: float = 60.0,
         in_flight_max: int = 1000,
         channels: int = 1,
         message: Callable[[PlannedRequest], pb.GenerateRequest] = message_of,
     ) -> None:
-        self._address = address
+        self._addresses = (address,) if isinstance(address, str) else tuple(address)
         self._message = message
         self._timeout_s = timeout_s
         self._in_flight_max = in_flight_max
         self._channel_count = channels
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: list[InferenceServiceStub] = []
+        self.start_s: float | None = None  # of the load, on the event loop's clock
 
     async def __aenter__(self) -> LoadGenerator:
-        for _ in range(self._channel_count):
-            channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        several = len(self._addresses) > 1
+        options = (*CHANNEL_OPTIONS, *(RECONNECT_OPTIONS if several else ()))
+        for number in range(self._channel_count * len(self._addresses)):
+            channel = grpc.aio.insecure_channel(self._address(number), options=options)
             self._channels.append(channel)
             self._stubs.append(InferenceServiceStub(channel))  # type: ignore[no-untyped-call]
+        if several:
+            async with asyncio.timeout(CONNECT_S_MAX):
+                await asyncio.gather(*(channel.channel_ready() for channel in self._channels))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -125,7 +144,7 @@ class LoadGenerator:
         messages = [self._message(planned) for planned in plan]  # made before the clock runs
         results: list[Observation | None] = [None] * len(plan)
         in_flight: set[asyncio.Task[None]] = set()
-        start_s = loop.time()
+        start_s = self.start_s = loop.time()
 
         async def one(index: int) -> None:
             observation = await self._call(
@@ -194,7 +213,8 @@ class LoadGenerator:
         loop = asyncio.get_running_loop()
         lag_s = loop.time() - due_s
         answer = _Answer()
-        call = self._stubs[channel % len(self._stubs)].Generate(message, timeout=self._timeout_s)
+        channel = self._choice(channel)
+        call = self._stubs[channel].Generate(message, timeout=self._timeout_s)
 
         def give_up() -> None:
             answer.ending = Ending.CANCELLED
@@ -225,7 +245,21 @@ class LoadGenerator:
             history_tokens=summary.history_token_count,
             service_lane=pb.Lane.Name(summary.lane).removeprefix("LANE_").lower(),
             retry_after_s=answer.retry_after_s,
+            address=self._address(channel),
         )
+
+    def _address(self, channel: int) -> str:
+        return self._addresses[channel % len(self._addresses)]
+
+    def _choice(self, number: int) -> int:
+        """The channel of a request: the next in turn, but one that is up where there are several addresses."""
+        count = len(self._channels)
+        turn = [(number + step) % count for step in range(count)]
+        if len(self._addresses) == 1:
+            return turn[0]
+        states = [self._channels[channel].get_state(try_to_connect=True) for channel in turn]
+        up = (c for c, state in zip(turn, states, strict=True) if state is grpc.ChannelConnectivity.READY)
+        return next(up, turn[0])
 
 
 class _Answer:

@@ -1,21 +1,26 @@
 """The port of a scheduler process: its reign while it leads, a standby's answer while it does not.
 
-Front ends look for the active one by asking; a standby says so and ends the stream.
+Front ends look for the active one by asking; a standby says so and ends the stream. Operators get its status,
+which is of the present reign: counts begin with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from importlib import metadata
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from protos.plaserve.v1 import scheduler_pb2 as pb
+from protos.plaserve.v1 import status_pb2
 from service.fleet.reign import Reign
 from service.fleet.scheduler_service import SchedulerServicer, lenient_front_end
+from service.rpc.inference import ServedModel, StatusServicer
 
 SERVICE = "plaserve.v1.SchedulerService"
+STATUS = "plaserve.v1.StatusService"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -38,6 +43,15 @@ class SchedulerGate:
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
+    @property
+    def status_handlers(self) -> grpc.GenericRpcHandler:
+        method = grpc.unary_unary_rpc_method_handler(
+            self.get_status,
+            status_pb2.GetStatusRequest.FromString,
+            status_pb2.GetStatusResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(STATUS, {"GetStatus": method})
+
     async def requests(
         self, messages: AsyncIterator[pb.FrontEndMessage | None], context: Context
     ) -> AsyncIterator[pb.SchedulerMessage]:
@@ -54,6 +68,25 @@ class SchedulerGate:
         if servicer is None:
             return pb.GetLoadResponse(active=False)
         return await servicer.get_load(request, context)
+
+    async def get_status(
+        self, request: status_pb2.GetStatusRequest, context: Context
+    ) -> status_pb2.GetStatusResponse:
+        reign, servicer = self.reign, self._servicer()
+        if reign is None or servicer is None:
+            text = f"{self._scheduler_id} is a standby; ask the active scheduler of the shard"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, text)
+            raise AssertionError("abort raises")
+        identity = servicer.identity
+        model = ServedModel(
+            identity.model,
+            identity.backend,
+            identity.policy,
+            identity.bundle_id,
+            metadata.version("plaserve"),
+        )
+        status = StatusServicer(reign.pump, model, reign.start_s)
+        return await status.get_status(request, context)
 
     def _servicer(self) -> SchedulerServicer | None:
         servicer = self.reign.servicer if self.reign is not None else None

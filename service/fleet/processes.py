@@ -157,7 +157,7 @@ class SchedulerProcess:
         self._observers = observers
         self._link = link
         self.gate = SchedulerGate(place.member_id)
-        self._port = _Port(place, [self.gate.handlers])
+        self._port = _Port(place, [self.gate.handlers, self.gate.status_handlers])
         self._lease: Lease | None = None
         self._running: asyncio.Task[None] | None = None
         self.reigns = 0

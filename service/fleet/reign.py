@@ -69,6 +69,7 @@ class Reign:
     settings: LinkSettings | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     servicer: SchedulerServicer | None = None
+    start_s: float = field(init=False)  # on the event loop's clock
     ended: asyncio.Future[str] = field(init=False)
     pump: Pump = field(init=False)
     _held: dict[str, _Held] = field(default_factory=dict)
@@ -77,6 +78,7 @@ class Reign:
     _heard: list[Observer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.start_s = asyncio.get_running_loop().time()
         self.ended = asyncio.get_running_loop().create_future()
         self._heard = list(self.observers)  # the servicer joins it when it is there
         self.pump = Pump(self.scheduler, [], self._heard, needs_instance=False)

@@ -79,7 +79,7 @@ class SchedulerServicer:
     ) -> None:
         self._runtime = runtime
         self._load = load
-        self._identity = identity
+        self.identity = identity
         self._relay = relay
         self._owner: dict[str, _FrontEnd] = {}  # wire id -> whose
         self._placed: dict[str, str] = {}  # wire id -> instance
@@ -224,7 +224,7 @@ class SchedulerServicer:
         self._placed.pop(wire_id, None)
 
     def _welcome(self) -> pb.SchedulerWelcome:
-        identity = self._identity
+        identity = self.identity
         return pb.SchedulerWelcome(
             scheduler_id=identity.scheduler_id,
             model=identity.model,
@@ -237,7 +237,7 @@ class SchedulerServicer:
 
     def _say(self, front_end: _FrontEnd, **kind: Any) -> None:
         try:
-            front_end.out.put_nowait(pb.SchedulerMessage(epoch=self._identity.epoch, **kind))
+            front_end.out.put_nowait(pb.SchedulerMessage(epoch=self.identity.epoch, **kind))
         except asyncio.QueueFull:
             if not front_end.lagging:
                 log.warning("front end %s does not read; it is cut off", front_end.name)

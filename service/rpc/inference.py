@@ -145,10 +145,12 @@ class InferenceServicer:
 
 
 class StatusServicer:
-    def __init__(self, runtime: Runtime, model: ServedModel) -> None:
+    """start_s: since when the runtime is up, on the event loop's clock; None: since now."""
+
+    def __init__(self, runtime: Runtime, model: ServedModel, start_s: float | None = None) -> None:
         self._runtime = runtime
         self._model = model
-        self._start_s = asyncio.get_running_loop().time()
+        self._start_s = asyncio.get_running_loop().time() if start_s is None else start_s
 
     async def get_status(
         self, request: status_pb.GetStatusRequest | None, context: Context
