@@ -52,6 +52,7 @@ class LengthAwarePolicy:
         self._group_candidates = settings.group_requests_max + LOOKED_FURTHER
         self._led: set[str | None] = set()  # instances whose last pass was led by an aged request
         self._depth_bounds: dict[str, int] = {}  # by instance
+        self._waited_for = ""  # an instance, see `_one_is_waited_for`
         self._awd: WaitDepth | None = None  # made for the first instance: D needs its knee
 
     # --- the queue ---
@@ -146,12 +147,23 @@ class LengthAwarePolicy:
     def _nothing_here(self, instance: Instance, now_s: float) -> Wait | None:
         """Nobody to run here, but maybe later somebody who waits for another instance now."""
         until_s = min(self._placement.next_s(), self._spill.next_s(instance, now_s))
-        everywhere = not any(queue.waits_for_any() for queue in self._lanes.values()) and not any(
-            self._may_be_asked(place) for queue in self._lanes.values() for place in queue.places()
-        )
+        anybody = any(queue.waits_for_any() for queue in self._lanes.values())
+        everywhere = not anybody and not self._one_is_waited_for()
         if everywhere or math.isfinite(until_s):
             return Wait(until_s, Reason.WAITING_FOR_INSTANCE, everywhere)
         return None
+
+    def _one_is_waited_for(self) -> bool:
+        """Whether somebody waits for an instance that may be asked now. The one found last is looked at
+        first: all free instances ask this in a turn."""
+        known, queues = self._waited_for, self._lanes.values()
+        if known and any(queue.is_for(known) for queue in queues) and self._may_be_asked(known):
+            return True
+        for place in chain.from_iterable(queue.places() for queue in queues):
+            if self._may_be_asked(place):
+                self._waited_for = place
+                return True
+        return False
 
     def _may_be_asked(self, instance_id: str) -> bool:
         instance = self._pools.get(instance_id)
@@ -229,7 +241,7 @@ class LengthAwarePolicy:
         decision = awd.decide(state, now_s, lambda tokens: pricer.pass_s(((tokens, 0),)))
         if isinstance(decision, Go):
             return decision.reason
-        if self._pools.idle_other(Lane.SHORT, instance, now_s) is not None:
+        if self._pools.idle_other(Lane.SHORT, instance) is not None:
             return Reason.NO_GAIN  # the next one needs no place in this pass: another instance is idle
         return Wait(decision.until_s, Reason.WAITING_FOR_DEPTH)
 

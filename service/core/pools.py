@@ -37,15 +37,11 @@ def free_s(instance: Instance, now_s: float) -> float:
 class Pool:
     """What serves a lane, as seen at the begin of a turn."""
 
-    def __init__(self) -> None:
-        self.instances = 0
-        self._idle: list[Instance] = []
-        self._busy_until_s = math.inf
+    def __init__(self, instances: int, idle: list[Instance], busy_until_s: float) -> None:
+        self.instances = instances
+        self._idle = idle
+        self._busy_until_s = busy_until_s
         self._changed = False  # some of the idle may have been given a pass since
-
-    def add(self, instance: Instance, now_s: float) -> None:
-        self.instances += 1
-        self._note(instance, now_s)
 
     def dispatched(self) -> None:
         self._changed = True
@@ -74,6 +70,7 @@ class Pools:
         self._instances: dict[str, Instance] = {}
         self._seen: dict[Lane, Pool] | None = None
         self._known_idle: dict[Lane, Instance] = {}  # idle when last heard of
+        self._idle: list[Instance] | None = None  # at the begin of this turn
 
     def __len__(self) -> int:
         return len(self._instances)
@@ -83,23 +80,23 @@ class Pools:
 
     def add(self, instance: Instance) -> None:
         self._instances[instance.instance_id] = instance
-        self._seen = None
+        self._seen = self._idle = None
 
     def remove(self, instance: Instance) -> None:
         self._instances.pop(instance.instance_id, None)
-        self._seen = None
+        self._seen = self._idle = None
         self._known_idle = {lane: i for lane, i in self._known_idle.items() if i is not instance}
 
     def new_turn(self) -> None:
         """Something may have happened: what was seen is old."""
-        self._seen = None
+        self._seen = self._idle = None
 
     def dispatched(self) -> None:
         """An instance was given a pass."""
         for pool in self._seen.values() if self._seen is not None else ():
             pool.dispatched()
 
-    def idle_other(self, lane: Lane, instance: Instance, now_s: float) -> Instance | None:
+    def idle_other(self, lane: Lane, instance: Instance) -> Instance | None:
         """Another instance that serves the lane and is idle. One that was idle before is asked first: mostly
         it still is, and nobody has to look at all of them."""
         known = self._known_idle.get(lane)
@@ -107,10 +104,13 @@ class Pools:
             if known.takes_new:
                 return known
             del self._known_idle[lane]
-        idle = list(self.of(lane, now_s).idle_beside(instance))
-        if idle:
-            self._known_idle[lane] = idle[-1]  # the first are given work first
-        return idle[-1] if idle else None
+        if self._idle is None:
+            self._idle = [place for place in self._instances.values() if place.running is None]
+        for other in reversed(self._idle):  # the first are given work first
+            if other is not instance and other.running is None and other.takes_new and serves(other, lane):
+                self._known_idle[lane] = other
+                return other
+        return None
 
     def of(self, lane: Lane, now_s: float) -> Pool:
         """The pool of a lane as it is this turn."""
@@ -119,11 +119,22 @@ class Pools:
         return self._seen[lane]
 
     def _look(self, now_s: float) -> dict[Lane, Pool]:
-        pools = {lane: Pool() for lane in Lane}
+        """One walk over all instances, which may be a thousand: `free_s` is asked only for those that may be
+        the first to be free."""
+        count, first_s = dict.fromkeys(Role, 0), dict.fromkeys(Role, math.inf)
+        idle: dict[Role, list[Instance]] = {role: [] for role in Role}
         for instance in self._instances.values():
             if not instance.takes_new:
                 continue
-            own = OWN_LANE.get(instance.role)
-            for pool in pools.values() if own is None else (pools[own],):
-                pool.add(instance, now_s)
+            role, flight = instance.role, instance.running
+            count[role] += 1
+            if flight is None:
+                idle[role].append(instance)
+            elif flight.start_s + flight.predicted_s < first_s[role]:  # it is no sooner free than that
+                first_s[role] = min(first_s[role], free_s(instance, now_s))
+        pools: dict[Lane, Pool] = {}
+        for own, lane in OWN_LANE.items():
+            free = sorted(idle[own] + idle[Role.MIXED], key=lambda place: place.place)
+            first = min(first_s[own], first_s[Role.MIXED])
+            pools[lane] = Pool(count[own] + count[Role.MIXED], free, first)
         return pools

@@ -83,7 +83,7 @@ class Spill:
         if self._lanes[own].waits_for_any() or aged_s <= now_s:
             return None
         first = next(waiting.in_order(now_s), None)
-        idle = self._pools.idle_other(other_lane, instance, now_s)
+        idle = self._pools.idle_other(other_lane, instance)
         if first is None or idle is None or not _has_room(idle, first):
             return None
         return aged_s

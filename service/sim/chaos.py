@@ -168,7 +168,13 @@ def _planned(schedule: Schedule, setting: Setting) -> Iterator[Planned]:
         hashes = tuple(ask.family * 1_000_003 + block for block in range(shared)) if ask.family else ()
         lane, target_s = targets.of(ask.prompt_tokens, 0)
         request = Request(
-            f"r{number}", ask.prompt_tokens, ask.answer_tokens, ask.at_s, hashes, ttft_target_s=target_s
+            f"r{number}",
+            ask.prompt_tokens,
+            ask.answer_tokens,
+            ask.at_s,
+            hashes,
+            ttft_target_s=target_s,
+            deadline_s=ask.deadline_s,
         )
         yield ask.at_s, request, lane
 

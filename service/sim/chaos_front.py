@@ -61,9 +61,11 @@ class ChaosFront(Front):
         self._again: set[str] = set()  # sent twice already
         self._under_way: dict[tuple[int, int], float] = {}  # (process, pass) -> sent at
         self._watch = ProgressWatch(self.scheduler.settings)
+        self.at_birth = totals(self.scheduler, 0.0)
         self.pass_s_max = 0.0  # longest wait for a pass so far
         self.disturbed_s = 0.0  # when instances last came, went or stood still
         self.passes_ahead: dict[str, int] = {}  # of those that were live when a request came
+        self.passes_so_far = 0  # of all that came
         self.declared_down = 0
         self.stale = 0
         self.agenda.at(self._watch.period_s, self._look)
@@ -103,6 +105,7 @@ class ChaosFront(Front):
         self.away = False
         self.scheduler = self._make()
         self._watch = ProgressWatch(self.scheduler.settings)
+        self.at_birth = totals(self.scheduler, self.agenda.now_s)
         self.disturbed_s = self.agenda.now_s
         self.cluster.scheduler_back()
         self.agenda.at(self.agenda.now_s + JOIN_S, self._send_again)
@@ -123,6 +126,7 @@ class ChaosFront(Front):
         if isinstance(event, Submit):
             live = (tracked.request for tracked in self.scheduler.live.values())
             self.passes_ahead[event.request.request_id] = sum(map(_passes, live))
+            self.passes_so_far += _passes(event.request)
         super().emit(event)
 
     def submit(self, request: Request, lane: Lane) -> None:
@@ -259,7 +263,7 @@ class ChaosSteps:
     def __init__(self, front: ChaosFront, controller: Controller) -> None:
         self._front, self._controller = front, controller
         self._of = front.scheduler
-        self._seen = totals(front.scheduler, 0.0)
+        self._seen = front.at_birth
         self.away_until_s = -math.inf
 
     def away(self, for_s: float) -> None:
@@ -272,7 +276,7 @@ class ChaosSteps:
         if front.away or (now_s is None and late < self.away_until_s):
             return 0
         if self._of is not front.scheduler:
-            self._of, self._seen = front.scheduler, totals(front.scheduler, late)
+            self._of, self._seen = front.scheduler, front.at_birth
         view, self._seen = observe(front.scheduler, self._seen, late)
         moves = self._controller.step(view, late)
         for move in moves:

@@ -37,7 +37,18 @@ class Laws:
         out = check_ejected(scheduler)
         self.ejections += len(out - self._out)
         self._out = out
+        self._check_ends(front)
         self._check_waits(front)
+
+    def _check_ends(self, front: ChaosFront) -> None:
+        """After a poll nobody is live past its deadline, nor without any instance for longer than is said."""
+        scheduler, now_s = front.scheduler, front.agenda.now_s
+        for name, tracked in scheduler.live.items():
+            deadline_s = tracked.request.deadline_s
+            assert deadline_s is None or deadline_s > now_s, f"{name} is live past its deadline"
+        if scheduler.live and not scheduler.instances:
+            gone_s = now_s - front.disturbed_s
+            assert gone_s < scheduler.settings.no_instance_s_max, f"no instance for {gone_s:.3f} s"
 
     def _check_waits(self, front: ChaosFront) -> None:
         """While an instance is up, a waiting request starts within age_bound + 2 (n + 1) d, d being the
@@ -45,14 +56,18 @@ class Laws:
         came, went or stood still.
 
         The bound of docs/scheduling.md counts one pass for each request before it, where there is room for
-        KV. Here room is scarce, and the peers run a prompt to its end, so all passes of each are counted."""
+        KV. Here room is scarce, and the peers run a prompt to its end, so all passes of each are counted.
+        LAPS serves the class of its last instance first, and who lost an instance is behind others anew:
+        there n is everybody so far."""
         scheduler, now_s = front.scheduler, front.agenda.now_s
         if not scheduler.instances:
             return
         for tracked in scheduler.live.values():
             if tracked.state is RequestState.QUEUED:
-                passes = 2 * (front.passes_ahead[tracked.request_id] + 1)
-                bound_s = scheduler.settings.age_bound_s + passes * max(front.pass_s_max, 0.1)
+                ahead = front.passes_ahead[tracked.request_id]
+                behind_all = self._schedule.policy == "laps_slides" or tracked.failures > 0
+                passes = front.passes_so_far if behind_all else ahead
+                bound_s = scheduler.settings.age_bound_s + 2 * (passes + 1) * max(front.pass_s_max, 0.1)
                 waited_s = now_s - max(tracked.waiting_since_s, front.disturbed_s)
                 self.wait_ratio_max = max(self.wait_ratio_max, waited_s / bound_s)
                 assert waited_s <= bound_s, (

@@ -39,13 +39,14 @@ REQUESTS_MAX = 500
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request. family: prompts of a family share their beginning; 0: none. cancel_s: when its client
-    goes away, None: it stays."""
+    goes away, None: it stays. deadline_s: its gRPC deadline, a moment; None: none."""
 
     at_s: float
     prompt_tokens: int
     answer_tokens: int
     family: int = 0
     cancel_s: float | None = None
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,9 @@ def _asks(rng: random.Random, engine: str, instances: int, count: int) -> list[A
         long = rng.random() < 0.15
         prompt = rng.randint(300, 2500) if long else min(250, int(rng.lognormvariate(3.5, 1.0)) + 1)
         cancel_s = now_s + rng.expovariate(5.0) if rng.random() < 0.2 else None
-        asks.append(Ask(now_s, prompt, rng.choice((1, 1, 2, 3, 6)), rng.randint(0, 4), cancel_s))
+        deadline_s = now_s + rng.uniform(0.05, 2.0) if rng.random() < 0.1 else None
+        answer = rng.choice((1, 1, 2, 3, 6))
+        asks.append(Ask(now_s, prompt, answer, rng.randint(0, 4), cancel_s, deadline_s))
     return asks
 
 

@@ -307,6 +307,8 @@ class Front:
             record = self._records.get(item.request_id)
             if record is None or record.outcome is not None or item.error is not None:
                 continue  # ended meanwhile, or its part of the pass failed
+            if item.request_id not in self.scheduler.live:
+                continue  # cancelled at this very instant: its Reject comes with the next poll
             if item.position <= record.request.prompt_tokens:  # decode may ride in a prefill pass
                 record.new_tokens += item.computed
                 record.history_tokens += item.reused

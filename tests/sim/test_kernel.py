@@ -354,3 +354,16 @@ def test_quantiles_of_gaps_are_right_to_a_percent(gaps: list[float], share: floa
 def test_no_gaps_no_quantile() -> None:
     assert GapHistogram().quantile_s(0.5) is None
     assert GapHistogram().mean_s is None
+
+
+def test_a_cancel_in_the_instant_of_the_last_token_is_answered_once() -> None:
+    """The core has ended the request before it hears of the token: one answer, no token, one end heard."""
+    requests = [(0.0, Request("r", 20, 1, 0.0))]
+    alone = run(make_scheduler("fcfs", SchedulerSettings()), [instance()], requests)
+    end_s = alone.records["r"].end_s
+    assert end_s is not None
+    ends, scheduler = Ends(), make_scheduler("fcfs", SchedulerSettings())
+    result = run(scheduler, [instance()], requests, cancels=[(end_s, "r")], observer=ends)
+    assert [record.outcome for record in ends.records] == [Outcome.CANCELLED]
+    assert result.records["r"].output_tokens == 0
+    assert scheduler.outcomes == {Outcome.CANCELLED: 1}
