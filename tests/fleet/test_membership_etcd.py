@@ -209,7 +209,7 @@ async def test_an_etcd_that_lost_its_data_is_read_afresh_and_joined_again(
 
 
 async def test_changes_missed_and_compacted_are_made_up_by_a_fresh_read(
-    etcd: InEtcd, shared_etcd: EtcdServer
+    etcd: InEtcd, shared_etcd: EtcdServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with relay_to(shared_etcd) as relay:
         reader, writer = await through(relay, etcd), await etcd.connect()
@@ -226,6 +226,7 @@ async def test_changes_missed_and_compacted_are_made_up_by_a_fresh_read(
         await etcd.until(lambda: reader.snapshot().members == writer.snapshot().members)
         assert set(reader.snapshot().members) == {"w1"}
         assert reader.mirror.fresh_reads == 2
+        assert "following failed" not in caplog.text
         await stays.update(facts={"n": "after"})
         await etcd.until(lambda: reader.snapshot().members["w1"].facts == {"n": "after"})
 

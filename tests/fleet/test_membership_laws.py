@@ -131,7 +131,7 @@ class Played:
         return {key.removeprefix(self.prefix): self.show(entry) for key, entry in sorted(entries.items())}
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(_STEPS, max_size=25))
 def test_the_store_in_memory_answers_as_etcd_does(shared_etcd: EtcdServer, steps: list[Any]) -> None:
     async def main() -> None:
@@ -271,7 +271,7 @@ class Faulty:
             await campaign.result().resign()
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(steps=st.lists(_FAULTS, max_size=30))
 def test_after_any_faults_all_see_the_same_and_epochs_and_numbers_grew(steps: list[Any]) -> None:
     asyncio.run(Faulty().play(steps))
@@ -332,8 +332,12 @@ async def test_a_fence_holds_between_the_look_and_the_write_too() -> None:
         return await commit(*arguments)
 
     first._store.commit = deposed_just_before  # type: ignore[method-assign]
+    write = asyncio.create_task(
+        first.assign("w", Role.SP, expected=0, reason=MoveReason.PRESSURE, by="a", fence=old)
+    )
+    await backend.until(write.done)
     with pytest.raises(Fenced):
-        await first.assign("w", Role.SP, expected=0, reason=MoveReason.PRESSURE, by="a", fence=old)
+        write.result()
     assert second.snapshot().assignments == {}
     await backend.close()
 
