@@ -129,6 +129,8 @@ class TokenLink:
                 log.warning("the token stream from %s broke (%s)", self.address, error.details())
                 if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                     self._positions.clear()  # the two disagree; the worker knows what was acknowledged
+            except Exception:  # certificates that can't be read, for one: they may be later
+                log.exception("the token stream from %s has a fault", self.address)
             pause_s = self._settings.backoff_s_min if self.connected else pause_s
             self.connected = False
             await asyncio.sleep(pause_s * self._random.uniform(0.5, 1.0))
