@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check chaos-sim lab lab-smoke gpu-check protos clean
+.PHONY: setup demo fleet-demo test check chaos-sim lab lab-smoke gpu-check protos clean
 
 setup: $(STAMP)
 
@@ -17,6 +17,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/plaserve demo
+
+# Fifteen processes and etcd under load, some of them killed: about four minutes.
+fleet-demo: setup
+	$(BIN)/plaserve fleet demo
 
 test: setup
 	$(BIN)/python -m pytest -q

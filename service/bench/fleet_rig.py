@@ -218,17 +218,21 @@ class FleetRig:
 @asynccontextmanager
 async def fleet_rig(settings: RigSettings, folder: Path) -> AsyncIterator[FleetRig]:
     """A fleet that is not started yet; everything of it is stopped in the end. Raises EtcdError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for log in folder.glob("*.log"):
-        log.unlink()
-    data = folder / "etcd"
-    shutil.rmtree(data, ignore_errors=True)
-    with running_etcd(data) as etcd:
+    with running_etcd(_emptied(folder)) as etcd:
         rig = FleetRig(settings, folder, etcd)
         try:
             yield rig
         finally:
             await asyncio.shield(rig.stop())
+
+
+def _emptied(folder: Path) -> Path:
+    """Without what an earlier run left; returns the place of etcd's data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for log in folder.glob("*.log"):
+        log.unlink()
+    shutil.rmtree(folder / "etcd", ignore_errors=True)
+    return folder / "etcd"
 
 
 def process_cpu_s(pid: int) -> float:

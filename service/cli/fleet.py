@@ -23,6 +23,7 @@ from rich.text import Text
 from protos.plaserve.v1 import fleet_pb2 as pb
 from protos.plaserve.v1.fleet_pb2_grpc import FleetServiceStub
 from service.cli.failures import fail_rpc
+from service.cli.fleet_demo import demo
 
 DEFAULT_CONTROLLER = "127.0.0.1:8083"
 TIMEOUT_S = 5.0
@@ -47,6 +48,7 @@ _NAMES = {number: name.value for name, number in _ROLES.items()}
 
 
 def register(app: typer.Typer) -> None:
+    commands.command("demo")(demo)
     app.add_typer(commands, name="fleet")
 
 
