@@ -31,7 +31,7 @@ from service.fleet.membership import (
 )
 from service.fleet.mirror import Backoff, Mirror
 from service.fleet.records import check_facts, encode_member
-from service.fleet.store import Aspect, Condition, LeaseGone, Put, Store
+from service.fleet.store import Aspect, Condition, Entry, LeaseGone, Put, Store
 
 _log = logging.getLogger(__name__)
 _OWN = "given up by its owner"
@@ -53,24 +53,29 @@ class Keeper:
         return self.lease_id
 
     async def keep(
-        self, key: str, gone: Callable[[], str | None], renewed: Callable[[], Awaitable[None]]
+        self,
+        key: str,
+        wrong: Callable[[Entry | None], str | None],
+        renewed: Callable[[], Awaitable[None]],
     ) -> str:
-        """Renew until the lease has lapsed or `gone` says why it is lost; `renewed` is run after each.
+        """Renew until the lease has lapsed or the key is not ours; says why. `renewed` is run after each.
 
-        `gone` is asked again when the key changes.
+        `wrong` says what of an entry shows that the key is not ours. It is asked of the mirror whenever the
+        key changes there, and as the mirror may lag (or show the time before a restore), then of the store.
         """
         due_s = self._clock.now_s() + self.ttl_s / 3.0
         while True:
             seen = self._mirror.moved(key)
-            reason = gone()
-            if reason is not None:
-                return reason
-            left_s = due_s - self._clock.now_s()
-            if left_s > 0.0:
-                await seen.wait(self._clock, left_s)
-                continue
-            sent_s = self._clock.now_s()
             try:
+                if wrong(self._mirror.entry(key)):
+                    reason = wrong((await self._store.get([key]))[key])
+                    if reason is not None:
+                        return reason
+                left_s = due_s - self._clock.now_s()
+                if left_s > 0.0:
+                    await seen.wait(self._clock, left_s)
+                    continue
+                sent_s = self._clock.now_s()
                 lasts_s = await self._store.renew(self.lease_id)
                 if lasts_s <= 0.0:
                     return "the lease has lapsed"
@@ -78,7 +83,7 @@ class Keeper:
                 due_s = sent_s + lasts_s / 3.0
                 await renewed()
             except (MembershipUnavailable, MembershipRefused):
-                due_s = self._clock.now_s() + min(1.0, self.ttl_s / 10.0)
+                await sleep(self._clock, min(1.0, self.ttl_s / 10.0))
 
     @property
     def sure(self) -> bool:
@@ -137,8 +142,8 @@ class MemberLease:
         self._task: asyncio.Task[None] | None = None
         self.lapses = 0
 
-    def start(self, key: str, member: Member, put_revision: int, call_timeout_s: float) -> None:
-        self._key, self._member, self._put_revision = key, member, put_revision
+    def start(self, key: str, member: Member, call_timeout_s: float) -> None:
+        self._key, self._member = key, member
         self._call_timeout_s = call_timeout_s
         self._losses = _Losses(f"member {member.member_id}", self._on_lost)
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"lease {member.member_id}")
@@ -212,7 +217,6 @@ class MemberLease:
                 raise MembershipUnavailable("the lease has lapsed; it is joining again") from None
             if not committed.done:
                 raise MembershipUnavailable("the key is not ours any more; it is joining again")
-            self._put_revision = committed.revision
             if member is self._member:
                 self._dirty = False
             return committed.revision
@@ -221,18 +225,14 @@ class MemberLease:
         if self._dirty:
             await self._flush()
 
-    def _gone(self) -> str | None:
-        """Whether the last known state shows that the key is not ours."""
-        if self._mirror.revision < self._put_revision:
-            return None
-        entry = self._mirror.entry(self._key)
+    def _wrong(self, entry: Entry | None) -> str | None:
         if entry is None:
             return "the key is gone"
         return None if entry.lease_id == self._keeper.lease_id else "the lease has lapsed"
 
     async def _run(self) -> None:
         while True:
-            reason = await self._keeper.keep(self._key, self._gone, self._renewed)
+            reason = await self._keeper.keep(self._key, self._wrong, self._renewed)
             async with self._lock:
                 self._lapsed = True
             self.lapses += 1
@@ -256,7 +256,6 @@ class MemberLease:
                     committed = await self._store.commit([Condition(self._key, 0)], [put])
                     if committed.done:
                         self._dirty = self._member is not newest
-                        self._put_revision = committed.revision
                         self._member = replace(
                             self._member,
                             joined_time_s=member.joined_time_s,
@@ -285,10 +284,8 @@ class MemberLease:
 class HeldLead:
     """`membership.Leadership` over a store. Made by `campaign`, which has put the key."""
 
-    def __init__(
-        self, mirror: Mirror, keeper: Keeper, key: str, leader: Leader, on_lost: LostCallback | None
-    ) -> None:
-        self._mirror, self._keeper, self._key, self._leader = mirror, keeper, key, leader
+    def __init__(self, keeper: Keeper, key: str, leader: Leader, on_lost: LostCallback | None) -> None:
+        self._keeper, self._key, self._leader = keeper, key, leader
         self._losses = _Losses(f"the lead of {leader.election}", on_lost)
         self._lost = self._ended = False
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"lead {leader.election}")
@@ -324,15 +321,12 @@ class HeldLead:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        reason = await self._keeper.keep(self._key, self._gone, _nothing)
+        reason = await self._keeper.keep(self._key, self._wrong, _nothing)
         self._lost = True
         self._losses.tell(reason, last=True)
         await self._keeper.drop()
 
-    def _gone(self) -> str | None:
-        if self._mirror.revision < self.epoch:
-            return None
-        entry = self._mirror.entry(self._key)
+    def _wrong(self, entry: Entry | None) -> str | None:
         if entry is None:
             return "the lead was taken away"
         return None if entry.created == self.epoch else "another leads"

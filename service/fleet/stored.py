@@ -160,7 +160,7 @@ class StoreMembership:
             )
         lease = MemberLease(self._store, self.mirror, self._clock, keeper, on_lost)
         member = replace(member, incarnation=committed.revision)
-        lease.start(key, member, committed.revision, self._times.settle_s)
+        lease.start(key, member, self._times.settle_s)
         self._leases = [held for held in self._leases if held.state is not LeaseState.ENDED] + [lease]
         try:
             await self._seen(committed.revision)
@@ -350,9 +350,7 @@ class StoreMembership:
         if not committed.done:
             await keeper.drop()
             return None
-        return HeldLead(
-            self.mirror, keeper, key, Leader(election, candidate, committed.revision, now_s), on_lost
-        )
+        return HeldLead(keeper, key, Leader(election, candidate, committed.revision, now_s), on_lost)
 
 
 def _expect(worker_id: str, present: Assignment | None, expected: int) -> None:

@@ -13,6 +13,7 @@ from service.core.types import Role
 from service.fleet.membership import (
     Assignment,
     Conflict,
+    Lease,
     LeaseState,
     MemberExists,
     MemberKind,
@@ -144,9 +145,13 @@ async def test_hundreds_of_members_are_seen_by_all_and_go_together(backend: Back
     owner, watcher = await backend.connect(), await backend.connect()
     names = {f"w{i:03}" for i in range(300)}
     facts = {"text": "x" * 1000}
-    leases = await asyncio.gather(
-        *(owner.join(worker(name, facts=facts), ttl_s=20.0) for name in sorted(names))
-    )
+    few = asyncio.Semaphore(16)
+
+    async def join(name: str) -> Lease:
+        async with few:
+            return await owner.join(worker(name, facts=facts), ttl_s=20.0)
+
+    leases = await asyncio.gather(*(join(name) for name in sorted(names)))
     await backend.until(lambda: set(watcher.snapshot().members) == names)
     late = await backend.connect()
     assert late.snapshot().members == watcher.snapshot().members
