@@ -130,7 +130,7 @@ ODD: dict[str, Object] = {
         "frontend": {"settings": {"limits": {"max_tokens_max": 16777216}, "telemetry": {"sample_ratio": 1}}},
         "worker": {"settings": {"executor": {"cancel": "unheard"}}, "drainTimeoutSeconds": 0.5},
         "controller": {"replicas": 0},
-        "security": {"user": 2000, "group": 3000000},
+        "security": {"user": 1000680000, "group": 3000000},
         "imagePullSecrets": [{"name": "regcred"}],
     },
     "digests": {

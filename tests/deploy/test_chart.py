@@ -185,6 +185,8 @@ def test_processes_tell_others_an_address_that_is_theirs(case: Rendered) -> None
         host = case.environment(workload)["PLASERVE_FLEET__ADVERTISE"]
         assert host == ("[$(POD_IP)]" if case.values["ipFamily"] == "IPv6" else "$(POD_IP)")
         names = [each["name"] for each in main(workload)["env"]]
+        fields = {each["name"]: each["valueFrom"] for each in main(workload)["env"] if "valueFrom" in each}
+        assert fields["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
         assert names.index("POD_IP") < names.index("PLASERVE_FLEET__ADVERTISE")  # or it is not expanded
 
 
