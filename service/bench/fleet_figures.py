@@ -68,7 +68,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Aftermath:
-    """What followed an event, until the next one or the end of the phase.
+    """What followed an event, until the next one or the end of the phase. figures: of what was due then;
+    bad: refused and failed that ended then, whenever they were due.
 
     below_s: time with attainment below `GOOD`. back_s: last moment below it, after the event; None: never.
     """
@@ -79,6 +80,7 @@ class Aftermath:
     back_s: float | None
     lowest: float
     figures: Figures
+    bad: dict[str, int]
 
 
 def status_of(seen: Observation) -> str:
@@ -121,10 +123,13 @@ def aftermaths(
     for event, until_s in zip(marks, [*(mark.at_s for mark in marks[1:]), seconds], strict=True):
         inside = [moment for moment in moments if event.at_s <= moment.at_s < until_s]
         below = [moment for moment in inside if moment.every.attainment < GOOD]
-        after = Figures.of([each for each in seen if event.at_s - DOUBT_S <= each.send_s < until_s])
+        after = Figures.of([each for each in seen if event.at_s <= each.send_s < until_s])
+        last = until_s == seconds  # what is still under way then counts too
+        ended = [each for each in seen if each.end_s >= event.at_s and (last or each.end_s < until_s)]
+        bad = endings_of([each for each in ended if each.ending is not Ending.COMPLETED])
         lowest = min((m.every.attainment for m in inside if m.every.requests), default=math.nan)
         back_s = below[-1].at_s - event.at_s if below else None
-        found.append(Aftermath(event, until_s, STEP_S * len(below), back_s, lowest, after))
+        found.append(Aftermath(event, until_s, STEP_S * len(below), back_s, lowest, after, dict(bad)))
     return found
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 
 from engines.simulated_settings import h200_32b_like
 from service.bench.fleet_rig import Kind, RigSettings
@@ -27,6 +28,7 @@ from service.sim.workload import Arrival
 
 SHORTS, LONGS = "lmsys_chat_1m", "rag"
 PROMPT_TOKENS_MAX = 16_384
+SAMPLED = 4000  # requests that a mean is taken of
 PHASES = (("mostly chats", 0.3, 0.97), ("many documents", 0.35, 0.7), ("mostly chats again", 0.35, 0.97))
 # At which share of the run, what, and how many of it.
 KILLS = (
@@ -93,18 +95,21 @@ def phases_of(settings: DemoSettings) -> tuple[Phase, ...]:
     start_s = 0.0
     for name, share, short_share in PHASES:
         end_s = start_s + share * settings.seconds
-        capacity_per_s = settings.workers / (request_s(short_share, settings) * settings.scale)
+        capacity_per_s = settings.workers / (request_s(short_share, settings.answer_tokens) * settings.scale)
         rate_per_s = settings.load_ratio * capacity_per_s
         found.append(Phase(name, start_s, end_s, short_share, rate_per_s, capacity_per_s))
         start_s = end_s
     return tuple(found)
 
 
-def request_s(short_share: float, settings: DemoSettings) -> float:
+@cache
+def request_s(short_share: float, answer_tokens: int) -> float:
     """Predicted seconds of the mean request alone, in the engine's time: its prompt and its decode steps."""
     _, profiles, cost = h200_32b_like()
-    alone_s = workload_stats(_spec(short_share), Pricer(cost, profiles).request_s).alone_s_mean
-    return alone_s + (settings.answer_tokens - 1) * cost.weights_s
+    alone_s = workload_stats(
+        _spec(short_share), Pricer(cost, profiles).request_s, requests=SAMPLED
+    ).alone_s_mean
+    return alone_s + (answer_tokens - 1) * cost.weights_s
 
 
 def kills_of(settings: DemoSettings) -> tuple[Kill, ...]:

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 ROLE_COLOURS = {"sp": COLOURS[0], "lp": COLOURS[1], "mixed": "#bbbbbb"}
 ROLE_NAMES = {"sp": "short prefills", "lp": "long prefills", "mixed": "both"}
 LANE_COLOURS = {Label.SHORT: COLOURS[0], Label.LONG: COLOURS[1]}
+KILLED: dict[str, Any] = {"color": "#b00020", "linewidth": 1.2}
+BACK: dict[str, Any] = {"color": "#2e7d32", "linewidth": 1.1, "linestyle": ":"}
 SHADES = ("#ffffff", "#f4f1ea")
+BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
 GAP_S = 3.0  # a sample counts until the next one, at most so long
 
 
@@ -67,13 +70,11 @@ def _pools(axes: Axes, report: DemoReport) -> None:
 
 
 def _pressure(axes: Axes, report: DemoReport) -> None:
-    known = [sample for sample in report.samples if sample.asked]
+    times_s = [sample.at_s for sample in report.samples]
     for role in ("sp", "lp"):
-        values = [sample.pressures[role] for sample in known]
-        axes.plot(
-            [s.at_s for s in known], values, color=ROLE_COLOURS[role], drawstyle="steps-post", linewidth=1.3
-        )
-    style(axes, "", "", "pressure of the pool")
+        values = [sample.pressures[role] for sample in report.samples]
+        axes.plot(times_s, values, color=ROLE_COLOURS[role], drawstyle="steps-post", linewidth=1.3)
+    style(axes, "", "", "pool pressure")
     axes.set_ylim(bottom=0.0)
 
 
@@ -92,7 +93,7 @@ def _ttft(axes: Axes, report: DemoReport) -> None:
     style(axes, "", "", "TTFT, seconds")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.legend(fontsize=8, loc="upper left", ncols=4, frameon=True, framealpha=0.85, edgecolor="none")
+    axes.legend(fontsize=8, **BESIDE)
 
 
 def _attainment(axes: Axes, report: DemoReport) -> None:
@@ -102,9 +103,9 @@ def _attainment(axes: Axes, report: DemoReport) -> None:
         axes.plot(times, values, color=colour, linewidth=1.0, label=str(label))
     every = [(m.at_s, m.every.attainment) for m in report.moments if m.every.requests]
     axes.plot(*zip(*every, strict=True), color="#222222", linewidth=1.8, label="all")
-    style(axes, "", "seconds since the start of the load", "in time")
+    style(axes, "", "seconds since the start of the load", "share in time")
     axes.set_ylim(-0.03, 1.05)
-    axes.legend(fontsize=8, loc="lower left", ncols=3, frameon=True, framealpha=0.85, edgecolor="none")
+    axes.legend(fontsize=8, **BESIDE)
 
 
 def _series(
@@ -119,9 +120,9 @@ def _marks(axes: Axes, report: DemoReport) -> None:
         axes.axvspan(phase.start_s, phase.end_s, color=SHADES[number % 2], zorder=-5, linewidth=0)
     for event in report.events:
         if event.kind == "kill":
-            axes.axvline(event.at_s, color="#b00020", linewidth=1.2)
+            axes.axvline(event.at_s, **KILLED)
         elif event.kind == "back":
-            axes.axvline(event.at_s, color="#2e7d32", linewidth=1.1, linestyle=":")
+            axes.axvline(event.at_s, **BACK)
 
 
 def _names(axes: Axes, report: DemoReport) -> None:
@@ -141,11 +142,13 @@ def _names(axes: Axes, report: DemoReport) -> None:
         f"{settings.workers} simulated workers, engine and targets {settings.scale:g} times slower than "
         f"modelled; windows of {WINDOW_S:g} s"
     )
-    axes.set_title(title, fontsize=10.5, loc="left", pad=36)
+    axes.set_title(title, fontsize=10.5, loc="left", pad=44)
 
 
 def _legend(axes: Axes, colours: dict[str, str]) -> None:
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    axes.legend(handles=patches, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    patches: list[Any] = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    lines = [Line2D([], [], label="killed", **KILLED), Line2D([], [], label="back again", **BACK)]
+    axes.legend(handles=patches + lines, fontsize=8, **BESIDE)

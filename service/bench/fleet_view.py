@@ -97,7 +97,6 @@ def _events(report: DemoReport) -> Table:
         title="After each kill and flip, until the next one",
     )  # fmt: skip
     for each in report.aftermaths:
-        bad = {name: n for name, n in each.figures.endings.items() if name != Ending.COMPLETED}
         table.add_row(
             f"{each.event.at_s:.0f} s",
             each.event.text,
@@ -106,7 +105,7 @@ def _events(report: DemoReport) -> Table:
             _percent(each.lowest),
             str(each.figures.requests),
             _percent(each.figures.attainment),
-            ", ".join(f"{n} {name}" for name, n in bad.items()) or "0",
+            ", ".join(f"{n} {name}" for name, n in each.bad.items()) or "0",
         )
     return table
 

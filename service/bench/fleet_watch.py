@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 import grpc
@@ -31,7 +32,8 @@ ROLES = {pb.ROLE_SP: "sp", pb.ROLE_LP: "lp", pb.ROLE_MIXED: "mixed"}
 @dataclass(frozen=True, slots=True)
 class Sample:
     """roles: of the workers whose process is up and that are members. Cores: mean since the last sample, by
-    kind and of the whole machine. leader, scheduler: empty while nobody leads that is up."""
+    kind and of the whole machine. pressures: NaN while no controller knows the loads. controller, scheduler:
+    empty while nobody leads that is up."""
 
     at_s: float
     roles: dict[str, str]
@@ -42,7 +44,6 @@ class Sample:
     cores: dict[str, float]
     machine_cores: float
     load_average: float
-    asked: bool  # whether a controller answered
 
 
 @dataclass(slots=True)
@@ -89,17 +90,17 @@ class FleetWatch:
         active = [p for p in answer.processes if p.epoch and p.kind == Kind.SCHEDULER.value]
         self.epochs.update(int(p.epoch) for p in active)
         self.schedulers.update({p.member_id: p.address for p in active})
+        known = any(i.state != "unseen" for i in answer.instances)
         made = Sample(
             at_s,
             {i.instance_id: ROLES.get(i.role, "mixed") for i in answer.instances if i.instance_id in up},
-            {"sp": answer.sp_pressure, "lp": answer.lp_pressure},
+            {"sp": answer.sp_pressure if known else nan, "lp": answer.lp_pressure if known else nan},
             {i.instance_id: i.utilisation for i in answer.instances},
             answer.controller if answer.controller in up else "",
             next((p.member_id for p in active if p.member_id in up), ""),
             cores,
             machine,
             os.getloadavg()[0],
-            bool(answer.instances),
         )
         self.samples.append(made)
         return made
