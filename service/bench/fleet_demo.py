@@ -50,6 +50,12 @@ from service.bench.workload import Label, PlannedRequest
 
 TIMEOUT_S = 60.0  # of a call: far above any wait of a run that works
 CHANNELS = 2  # to each front end
+TITLES = {
+    Kind.WORKER: "workers",
+    Kind.SCHEDULER: "active scheduler",
+    Kind.FRONTEND: "front end",
+    Kind.CONTROLLER: "leading controller",
+}
 SETTLE_S_MAX = 5.0  # after the last request, until nobody holds one
 
 
@@ -206,7 +212,7 @@ async def _act(run: DemoRun, kill: Kill, show: Callable[[DemoRun, str], None]) -
     """Kill, wait, start again."""
     await asyncio.sleep(max(0.0, kill.at_s - run.clock()))
     names = victims(run, kill)
-    _note(run, "kill", f"kill -9 {' '.join(names)}", show, before=True)
+    _note(run, "kill", f"kill -9 {' '.join(names)} ({TITLES[kill.kind]})", show)
     for name in names:
         part = run.rig.parts[name]
         killed_s = run.clock()
@@ -236,9 +242,7 @@ def victims(run: DemoRun, kill: Kill) -> list[str]:
     return (chosen + [name for name in up if name not in chosen])[: kill.count]
 
 
-def _note(
-    run: DemoRun, kind: str, text: str, show: Callable[[DemoRun, str], None], *, before: bool = False
-) -> None:
+def _note(run: DemoRun, kind: str, text: str, show: Callable[[DemoRun, str], None]) -> None:
     run.events.append(Event(run.clock(), kind, text))
     show(run, text)
 

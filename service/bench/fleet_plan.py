@@ -29,7 +29,7 @@ from service.sim.workload import Arrival
 SHORTS, LONGS = "lmsys_chat_1m", "rag"
 PROMPT_TOKENS_MAX = 16_384
 SAMPLED = 4000  # requests that a mean is taken of
-PHASES = (("mostly chats", 0.3, 0.97), ("many documents", 0.35, 0.7), ("mostly chats again", 0.35, 0.97))
+PHASES = (("mostly chats", 0.3, 0.985), ("many documents", 0.35, 0.7), ("mostly chats again", 0.35, 0.985))
 # At which share of the run, what, and how many of it.
 KILLS = (
     (0.15, Kind.WORKER, 2),

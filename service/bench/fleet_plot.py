@@ -131,18 +131,23 @@ def _names(axes: Axes, report: DemoReport) -> None:
     for phase in report.phases:
         middle_s = (phase.start_s + phase.end_s) / 2.0
         text = f"{phase.name}, {phase.rate_per_s:.1f}/s"
-        axes.annotate(text, (middle_s, 1.17), xycoords=above, ha="center", fontsize=9, fontweight="bold")
+        axes.annotate(text, (middle_s, 1.24), xycoords=above, ha="center", fontsize=9, fontweight="bold")
     for event in report.events:
         if event.kind == "kill":
             axes.annotate(
-                event.text, (event.at_s, 1.03), xycoords=above, ha="center", fontsize=8, color="#b00020"
+                event.text.replace(" (", "\n("),
+                (event.at_s, 1.03),
+                xycoords=above,
+                ha="center",
+                fontsize=8,
+                color="#b00020",
             )
     settings = report.settings
     title = (
-        f"{settings.workers} simulated workers, engine and targets {settings.scale:g} times slower than "
-        f"modelled; windows of {WINDOW_S:g} s"
+        f"{settings.workers} simulated workers, they and the targets {settings.scale:g} times slower than "
+        f"modelled; load {settings.load_ratio:.0%} of the predicted capacity; windows of {WINDOW_S:g} s"
     )
-    axes.set_title(title, fontsize=10.5, loc="left", pad=44)
+    axes.set_title(title, fontsize=10.5, loc="left", pad=54)
 
 
 def _legend(axes: Axes, colours: dict[str, str]) -> None:

@@ -252,7 +252,7 @@ class LoadGenerator:
         return self._addresses[channel % len(self._addresses)]
 
     def _choice(self, number: int) -> int:
-        """The channel of a request: the next in turn, but one that is up where there are several addresses."""
+        """The channel of a request: the next in turn; of several addresses, one that is up."""
         count = len(self._channels)
         turn = [(number + step) % count for step in range(count)]
         if len(self._addresses) == 1:
