@@ -7,7 +7,7 @@ from dataclasses import fields
 from hashlib import sha256
 
 from service.core import invariants
-from service.core.lifecycle import HealthState, RequestState
+from service.core.lifecycle import HealthState, InstanceState, RequestState
 from service.core.scheduler import PrefillScheduler
 from service.core.types import InstanceUp, Outcome, Role
 from service.sim.chaos_front import ChaosFront, ChaosSteps
@@ -111,6 +111,8 @@ def check_ejected(scheduler: PrefillScheduler) -> set[str]:
     out: Counter[object] = Counter()
     kinds: Counter[object] = Counter()
     for name, instance in scheduler.instances.items():
+        if instance.state is InstanceState.DRAINING:
+            continue
         kind: object = (instance.spec.capabilities, instance.spec.profiles)
         state = scheduler.outliers.state(name)
         kinds[kind] += 1

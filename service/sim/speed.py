@@ -28,14 +28,17 @@ from service.sim.result import SimRecord
 from service.sim.workload import REPORT_SHORT_TOKENS, Arrival
 
 MU, SIGMA = 3.5553, 1.1765  # ln of prompt tokens of LMSYS-Chat-1M, as published
+DOCUMENT_MU, DOCUMENT_SIGMA = 7.825645, 0.8143  # of the set `rag` (`lengths`)
 TOKENS_MAX = 8000
 BLOCK = 4096  # requests drawn at a time
 
 
 class LmsysLike:
-    """An open loop of `requests` requests, `requests_per_s` on average."""
+    """An open loop of `requests` requests, `requests_per_s` on average; `documents` of them, a share, are as
+    long as those of the set `rag`."""
 
-    def __init__(self, requests: int, requests_per_s: float, seed: int) -> None:
+    def __init__(self, requests: int, requests_per_s: float, seed: int, documents: float = 0.0) -> None:
+        self._documents = documents
         self._left = requests
         self._mean_gap_s = 1.0 / requests_per_s
         self._random = np.random.default_rng(seed)
@@ -49,7 +52,11 @@ class LmsysLike:
         self._left -= 1
         if not self._block:
             gaps = self._random.exponential(self._mean_gap_s, BLOCK)
-            tokens = np.clip(np.rint(self._random.lognormal(MU, SIGMA, BLOCK)), 1, TOKENS_MAX)
+            drawn = self._random.lognormal(MU, SIGMA, BLOCK)
+            if self._documents:
+                long = self._random.random(BLOCK) < self._documents
+                drawn = np.where(long, self._random.lognormal(DOCUMENT_MU, DOCUMENT_SIGMA, BLOCK), drawn)
+            tokens = np.clip(np.rint(drawn), 1, TOKENS_MAX)
             self._block = list(zip(gaps.tolist(), tokens.astype(int).tolist(), strict=True))[::-1]
         gap_s, prompt_tokens = self._block.pop()
         self._now_s += gap_s
