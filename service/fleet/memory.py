@@ -83,6 +83,16 @@ class MemoryFleet:
         self._log.clear()
         self.compacted = self.revision
 
+    def lose_data(self) -> None:
+        """As a service that was set up anew: nothing is there, and revisions begin again."""
+        for lease in self._leases.values():
+            lease.timer.cancel()
+        self._leases.clear()
+        self.entries.clear()
+        self._log.clear()
+        self.revision, self.compacted = 1, 0
+        self._wake()
+
     # --- for the stores -----------------------------------------------------------------------------------
 
     def changes(self, prefix: str, after: int) -> Batch:

@@ -71,6 +71,7 @@ async def test_a_lease_is_kept_alive_and_lapses_when_its_process_dies(backend: B
     await backend.until(lambda: set(watcher.snapshot().members) == {"lives"})
     assert kept.state is LeaseState.LIVE
     assert kept.lapses == 0
+    assert watcher.mirror.resumes == 1, "a fleet in which nothing happens is followed without a break"
 
 
 async def test_what_a_member_updates_and_reports_is_seen_in_the_same_life(backend: Backend) -> None:
