@@ -165,6 +165,21 @@ async def test_a_staged_pass_starts_by_itself_or_is_revoked_and_its_requests_are
         assert kinds == [PassStarted, PassRevoked, PassFinished, PassStarted, PassFinished]
 
 
+async def test_a_quiet_scheduler_acknowledges_all_the_same() -> None:
+    """Else the worker would keep what it sent, and take the silence for the end of the scheduler."""
+    async with (
+        a_worker(runner=lambda model: HeldRunner(model, free=True)) as worker,
+        a_remote(worker.address) as remote,
+    ):
+        await remote.start()
+        heard, request = Heard(remote), engine_request("r", answer=1)
+        remote.dispatch(prefill(1, request), [request], staged=False)
+        await heard.until(PassFinished)
+        session = worker.servicer._session
+        assert session is not None
+        await until(lambda: len(session.outbox) == 0)
+
+
 async def test_roles_statistics_and_wishes_cross_the_link() -> None:
     async with a_worker() as worker, a_remote(worker.address) as remote:
         spec = await remote.start()
@@ -254,6 +269,7 @@ async def test_a_new_scheduler_learns_what_the_cache_holds() -> None:
         old.dispatch(prefill(1, request), [request], staged=False)
         stored = (await heard.until(KvChanged)).events
         await new.start()
+        await until(lambda: new._inbox.last == 2)  # it came before anybody was there to be told
         heard_new = Heard(new)
         told = (await heard_new.until(KvChanged)).events
         assert told == (BlocksStored(tuple(h for event in stored for h in event.block_hashes)),)
