@@ -177,7 +177,9 @@ async def test_a_quiet_scheduler_acknowledges_all_the_same() -> None:
         await heard.until(PassFinished)
         session = worker.servicer._session
         assert session is not None
+        stream = session.stream
         await until(lambda: len(session.outbox) == 0)
+        assert session.stream is stream  # and not by way of a break
 
 
 async def test_roles_statistics_and_wishes_cross_the_link() -> None:
