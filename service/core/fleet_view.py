@@ -4,7 +4,8 @@ Backlog is predicted prefill time that waits, each request alone (`Tracked.servi
 instance counts there: prompts between chunks, and requests that an early-binding policy has placed. What
 waits unbound may be served by several, and is split evenly: a short request over the SP and mixed instances,
 a long one over LP and mixed, in either case those that take new requests, and over all where there are none
-of these. So the backlogs sum to the predicted time of everything that waits.
+of these. So the backlogs sum to the predicted time of everything that waits; but an instance that drains is
+not shown, nor what is bound to it: no role can change that.
 
 Rates count what was accepted; `arrivals` counts refused requests too.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from service.core.lifecycle import InstanceState
 from service.core.policy import BindsEarly, Instance
 from service.core.reconcile import FleetView, InstanceLoad
 from service.core.scheduler import PrefillScheduler
@@ -75,6 +77,7 @@ def observe(scheduler: PrefillScheduler, before: Totals, now_s: float) -> tuple[
             cached_s=len(instance.prefix) * instance.spec.capabilities.block_tokens / instance.tokens_per_s,
         )
         for name, instance in scheduler.instances.items()
+        if instance.state is InstanceState.UP
     )
     short, long = Lane.SHORT, Lane.LONG
     view = FleetView(
@@ -108,9 +111,10 @@ def _waiting(scheduler: PrefillScheduler, now_s: float) -> dict[str, _Waiting]:
             found[name].count += 1
         else:
             shared[tracked.lane].append(tracked)
+    staying = [n for n, i in scheduler.instances.items() if i.state is InstanceState.UP]
     for lane, requests in shared.items():
         taking = [(n, i) for n, i in scheduler.instances.items() if i.takes_new]
-        servers = [n for n, i in taking if i.role in _SERVES[lane]] or list(found)
+        servers = [n for n, i in taking if i.role in _SERVES[lane]] or staying or list(found)
         for index, name in enumerate(servers):
             _add(found[name], requests, len(servers), now_s + sigma_s)
             found[name].count += len(requests) // len(servers) + (index < len(requests) % len(servers))

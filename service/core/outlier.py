@@ -70,7 +70,7 @@ class Outliers:
         self.next_s = math.inf  # when the next one is tried
 
     def state(self, instance_id: str) -> HealthState:
-        """Of an instance that is up. Raises KeyError for others."""
+        """Of an instance that is up and does not drain. Raises KeyError for others."""
         return self._known[instance_id].state
 
     def joined(self, instance: Instance) -> None:
@@ -79,8 +79,10 @@ class Outliers:
         self._known[instance.instance_id] = Health(instance, kind, ratios)
 
     def left(self, instance: Instance) -> list[Instance]:
-        """It is gone. Returns those that take new requests again because they are needed now."""
-        gone = self._known.pop(instance.instance_id)
+        """It is gone, or about to go. Returns those that take new requests again as they are needed now."""
+        gone = self._known.pop(instance.instance_id, None)
+        if gone is None:
+            return []
         self._out.pop(instance.instance_id, None)
         out = [health for health in self._out.values() if health.kind == gone.kind]
         out.sort(key=lambda health: (health.worst, health.instance.place))
@@ -120,7 +122,9 @@ class Outliers:
         limit = self._settings.outlier_ratio
         if not limit:
             return False
-        health = self._known[instance.instance_id]
+        health = self._known.get(instance.instance_id)
+        if health is None:  # it drains
+            return False
         health.ratios.append(ratio)
         if health.state is HealthState.HALF_OPEN:
             return self._judge(health, ratio, now_s)

@@ -16,7 +16,7 @@ from engines.types import Chunking, DecodeMode, Pass
 from service.core.admission import request_tokens_max
 from service.core.decode import DecodeRule
 from service.core.kv_budget import KvBudget
-from service.core.lifecycle import InstanceState
+from service.core.lifecycle import INSTANCE, InstanceState, step
 from service.core.prefix_index import PrefixIndex, PrefixTable
 from service.core.pricing import Pricer
 from service.core.settings import SchedulerSettings
@@ -57,7 +57,7 @@ class Instance:
         self.place = place  # in the order in which instances joined
         self.state = InstanceState.UP
         self.role = spec.role  # written by the scheduler at RoleChanged
-        self.takes_new = True  # requests that hold nothing here yet; written by `outlier` and the dispatcher
+        self.takes_new = True  # requests that hold nothing here yet; `outlier`, dispatcher, `drain` write it
         self.on_trial = False  # its next pass with new requests is the last before it is judged
         self.pricer = Pricer(spec.cost, spec.profiles)
         self.kv = KvBudget(spec.capabilities.kv_blocks_total, spec.capabilities.block_tokens)
@@ -132,6 +132,12 @@ class Instance:
             block = self.spec.capabilities.block_tokens
             return max(0, (history + limit) // block * block - history)
         return limit
+
+    def drain(self) -> None:
+        """It takes nothing new from here on."""
+        what = f"instance {self.instance_id}"
+        self.state = step(INSTANCE, self.state, InstanceState.DRAINING, what)
+        self.takes_new = self.on_trial = False
 
     def may_take(self, tracked: Tracked) -> bool:
         """Whether the request can run here: not bound elsewhere, no larger than this instance, and bound here

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from engines.types import ItemResult, PassKind
 from service.core.dispatcher import Dispatcher
 from service.core.intake import Intake
-from service.core.lifecycle import RequestState
+from service.core.lifecycle import InstanceState, RequestState
 from service.core.outlier import Outliers
 from service.core.policy import Instance, PlacesAnew, PrefillPolicy
 from service.core.prefix_index import PrefixTable
@@ -33,6 +33,7 @@ from service.core.types import (
     Event,
     Idle,
     InstanceDown,
+    InstanceDraining,
     InstanceUp,
     KvChanged,
     Lane,
@@ -84,6 +85,7 @@ class PrefillScheduler:
             PassRevoked: self._revoked,
             InstanceUp: self._instance_up,
             InstanceDown: self._instance_down,
+            InstanceDraining: self._instance_draining,
             RoleChanged: self._role_changed,
             KvChanged: self._kv_changed,
             DrainBegan: self._drain_began,
@@ -383,8 +385,16 @@ class PrefillScheduler:
         gone = event.instance_id  # nothing that is still to be said reaches it
         self._outbox = [c for c in self._outbox if getattr(c, "instance_id", None) != gone]
 
+    def _instance_draining(self, event: InstanceDraining, now_s: float) -> None:
+        instance = self.instances.get(event.instance_id)
+        if instance is not None and instance.state is InstanceState.UP:
+            instance.drain()
+            for needed in self.outliers.left(instance):
+                self.turns.touch(needed)
+            self._closed(instance, now_s)
+
     def _closed(self, instance: Instance, now_s: float) -> None:
-        """The instance takes nothing new for a while (`outlier`)."""
+        """The instance takes nothing new, for a while (`outlier`) or until it leaves."""
         if isinstance(self.policy, PlacesAnew):
             self.policy.closed(instance, now_s)
 

@@ -165,6 +165,14 @@ class InstanceDown:
 
 
 @dataclass(frozen=True, slots=True)
+class InstanceDraining:
+    """The instance is about to leave: it takes nothing new, what it runs and holds goes on. It stays so until
+    InstanceDown."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoleChanged:
     """The instance prefers other work from now on. A label: what it runs and holds goes on."""
 
@@ -192,6 +200,7 @@ Event = (
     | PassRevoked
     | InstanceUp
     | InstanceDown
+    | InstanceDraining
     | RoleChanged
     | KvChanged
     | DrainBegan

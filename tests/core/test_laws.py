@@ -1,5 +1,5 @@
 """The laws of the scheduler under any interleaving of arrivals, results, failures, cancels, moves of roles,
-changes of caches, and instances that come and go."""
+changes of caches, and instances that come, drain and go."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from service.core.types import (
     Dispatch,
     Idle,
     InstanceDown,
+    InstanceDraining,
     InstanceUp,
     KvChanged,
     Outcome,
@@ -70,6 +71,7 @@ class Machine(RuleBasedStateMachine):
         self.tokens: dict[str, int] = {}
         self.begun: dict[str, tuple[int, int, int, int]] = {}  # next block of how many, new tokens, history
         self.answered: dict[str, str] = {}
+        self.draining: dict[str, set[str]] = {}  # instance -> what it holds of before
         self.wake_s = math.inf
         self.count = 0
         self.up("a")
@@ -158,9 +160,19 @@ class Machine(RuleBasedStateMachine):
     def one_goes(self, pick) -> None:  # type: ignore[no-untyped-def]
         name = pick.choice(sorted(self.slots))
         del self.slots[name]
+        self.draining.pop(name, None)
         lost = [t.request_id for t in self.scheduler.live.values() if t.instance_id == name]
         self.begun = {i: at for i, at in self.begun.items() if i not in lost}
         self.event(InstanceDown(name, "injected"))
+
+    @precondition(lambda self: len(self.slots) > 1)
+    @rule(pick=st.randoms(use_true_random=False))
+    def drains(self, pick) -> None:  # type: ignore[no-untyped-def]
+        """It may end what it holds, and must not be given more."""
+        name = pick.choice(sorted(self.slots))
+        held = {t.request_id for t in self.scheduler.live.values() if t.instance_id == name}
+        self.draining.setdefault(name, held)
+        self.event(InstanceDraining(name))
 
     @rule(pick=st.randoms(use_true_random=False), role=st.sampled_from(list(Role)))
     def role_changes(self, pick, role: Role) -> None:  # type: ignore[no-untyped-def]
@@ -251,6 +263,8 @@ class Machine(RuleBasedStateMachine):
 
     def event(self, event: object) -> None:
         self.scheduler.on_event(event, self.now_s)  # type: ignore[arg-type]
+        for name, held in self.draining.items():
+            held &= {t.request_id for t in self.scheduler.live.values() if t.instance_id == name}
         self.poll()
 
     def poll(self) -> None:
@@ -265,6 +279,8 @@ class Machine(RuleBasedStateMachine):
                     self.blocks_are_in_order(pass_)
                     for item in pass_.items:
                         assert item.request_id not in self.answered or staged, "an ended request runs"
+                        kept = self.draining.get(name)
+                        assert kept is None or item.request_id in kept, "given to one that leaves"
                     self.slots[name].dispatch(pass_, staged)
                     self.start(name)
                 case Revoke(name, pass_id):
