@@ -68,10 +68,11 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Aftermath:
-    """What followed an event, until the next one or the end of the phase. figures: of what was due then;
-    bad: refused and failed that ended then, whenever they were due.
+    """What followed an event, until the next one or the end of the load.
 
-    below_s: time with attainment below `GOOD`. back_s: last moment below it, after the event; None: never.
+    figures: of what was due then; bad: refused and failed that ended then, whenever they were due.
+    below_s: time with attainment below `GOOD`; back_s: its last moment, after the event; None: never. For
+    both the windows count that reach into this time and not into the next.
     """
 
     event: Event
@@ -121,10 +122,12 @@ def aftermaths(
     marks = [event for event in events if event.kind in ("kill", "phase")]
     found: list[Aftermath] = []
     for event, until_s in zip(marks, [*(mark.at_s for mark in marks[1:]), seconds], strict=True):
-        inside = [moment for moment in moments if event.at_s <= moment.at_s < until_s]
+        last = until_s == seconds
+        end_s = math.inf if last else until_s - WINDOW_S / 2.0
+        inside = [moment for moment in moments if event.at_s - WINDOW_S / 2.0 <= moment.at_s < end_s]
         below = [moment for moment in inside if moment.every.attainment < GOOD]
         after = Figures.of([each for each in seen if event.at_s <= each.send_s < until_s])
-        last = until_s == seconds  # what is still under way then counts too
+        # What is still under way at the very end counts too.
         ended = [each for each in seen if each.end_s >= event.at_s and (last or each.end_s < until_s)]
         bad = endings_of([each for each in ended if each.ending is not Ending.COMPLETED])
         lowest = min((m.every.attainment for m in inside if m.every.requests), default=math.nan)

@@ -93,7 +93,7 @@ def _phases(report: DemoReport) -> Table:
 
 def _events(report: DemoReport) -> Table:
     table = Table(
-        "at", "event", f"below {GOOD:.0%}", "last below", "lowest", "requests", "in time", "failed, refused",
+        "at", "event", f"below {GOOD:.0%}", "until", "lowest", "requests", "in time", "failed, refused",
         title="After each kill and flip, until the next one",
     )  # fmt: skip
     for each in report.aftermaths:
