@@ -92,8 +92,11 @@ class EtcdServer:
         if self._can("unsafe-no-fsync"):
             flags.append("--unsafe-no-fsync")
         with (self._folder / "etcd.log").open("ab") as log:
+            # A run that times out ends without clean-up; etcd then ends with it.
+            setpriv = shutil.which("setpriv")
+            with_parent = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
             self._process = subprocess.Popen(
-                [str(self._binary), *flags], stdout=log, stderr=log, start_new_session=True
+                [*with_parent, str(self._binary), *flags], stdout=log, stderr=log, start_new_session=True
             )
         self._await_port()
 
