@@ -226,10 +226,9 @@ def _finished_of(result: PassResult) -> pb.PassFinished:
         elapsed_duration=duration_of(result.elapsed_s),
     )
     if result.ran is not None:
-        ran = result.ran
-        made.ran.CopyFrom(
-            pb.Ran(iteration_count=ran.iterations, request_count=ran.requests, token_count=ran.tokens)
-        )
+        made.ran.iteration_count = result.ran.iterations
+        made.ran.request_count = result.ran.requests
+        made.ran.token_count = result.ran.tokens
     return made
 
 
@@ -283,17 +282,13 @@ def _parts(events: Sequence[KvEvent]) -> Iterable[list[pb.KvEvent]]:
     part: list[pb.KvEvent] = []
     room = HASHES_MAX
     for event in events:
-        hashes = list(event.block_hashes)
-        removed = isinstance(event, BlocksRemoved)
-        while True:
-            part.append(pb.KvEvent(removed=removed, block_hashes=hashes[:room]))
-            hashes, left = hashes[room:], len(hashes)
-            room -= min(room, left)
-            if room == 0:
+        for start in range(0, max(1, len(event.block_hashes)), HASHES_MAX):
+            hashes = event.block_hashes[start : start + HASHES_MAX]
+            if len(hashes) > room:
                 yield part
                 part, room = [], HASHES_MAX
-            if not hashes:
-                break
+            part.append(pb.KvEvent(removed=isinstance(event, BlocksRemoved), block_hashes=hashes))
+            room -= len(hashes)
     if part:
         yield part
 
@@ -367,9 +362,6 @@ def read_statistics(message: pb.WorkerStatistics) -> EngineStats:
     )
 
 
-# --- tokens -----------------------------------------------------------------------------------------------
-
-
 def delta_of(
     request_id: str, first_index: int, token_ids: Sequence[int], finish: FinishReason | None
 ) -> pb.TokenDelta:
@@ -384,9 +376,6 @@ def finish_from(number: int) -> FinishReason | None:
     return _known(_FINISH, number, "finish_reason") if number else None
 
 
-# --- shared -----------------------------------------------------------------------------------------------
-
-
 def duration_of(seconds: float) -> Duration:
     """To whole nanoseconds; what is below zero becomes zero."""
     duration = Duration()
@@ -395,8 +384,7 @@ def duration_of(seconds: float) -> Duration:
 
 
 def seconds_of(duration: Duration) -> float:
-    nanoseconds: int = duration.ToNanoseconds()
-    return nanoseconds / 1e9
+    return int(duration.ToNanoseconds()) / 1e9
 
 
 def _known(table: Mapping[E, int], number: int, field: str) -> E:
