@@ -79,8 +79,8 @@ def membership_of(options: FleetOptions) -> Membership:
     return etcd_membership(etcd, fleet=options.name, root=options.prefix, times=times)
 
 
-async def run_worker(settings: Settings, loaded: LoadedEngine, ready: ReadyAt) -> None:
-    """Raises ServiceBroken when the engine is lost."""
+async def run_worker(settings: Settings, loaded: LoadedEngine, ready: ReadyAt) -> int:
+    """Returns how many requests the drain cut off. Raises ServiceBroken when the engine is lost."""
     place = place_of(settings.fleet, "worker")
     engine = loaded.engine
     spec = InstanceSpec(place.member_id, engine.capabilities, engine.profiles, loaded.cost)
@@ -95,9 +95,13 @@ async def run_worker(settings: Settings, loaded: LoadedEngine, ready: ReadyAt) -
         stack.push_async_callback(process.close)
         await process.start()
         ready(process.address)
-        await until_stopped(asyncio.Event(), process.failed)
+        stop = asyncio.Event()
+        process.drained.add_done_callback(lambda _: stop.set())
+        await until_stopped(stop, process.failed)
+        cut_off = 0 if process.failed.done() else await process.drain(settings.server.drain_timeout_s)
         if process.failed.done():
             raise ServiceBroken(process.failed.result())
+        return cut_off
 
 
 async def run_scheduler(settings: Settings, ready: ReadyAt) -> None:

@@ -117,6 +117,23 @@ def pin(
     _show(answer, as_json, lambda: Text(f"{made.instance_id}: {_role(made.target_role)}, {state}"))
 
 
+@commands.command("drain")
+def drain(
+    instance: str,
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds that its requests may go on.")] = 60.0,
+    addr: Addr = DEFAULT_CONTROLLER,
+    as_json: AsJson = False,
+) -> None:
+    """Take an instance out: nothing new, it ends what it holds, then its process stops. Waits for that."""
+    request = pb.DrainInstanceRequest(instance_id=instance, by=getpass.getuser())
+    request.timeout.FromNanoseconds(round(timeout * 1e9))
+    with Console(stderr=True).status(f"{instance} ends its requests, up to {timeout:g} s"):
+        answer = _ask(addr, lambda stub: stub.DrainInstance(request, timeout=timeout + 2 * TIMEOUT_S))
+    cut = answer.unfinished_count
+    ended = f"{cut} requests were cut off" if cut else "every request ended"
+    _show(answer, as_json, lambda: Text(f"{instance}: {ended}; its process stops"))
+
+
 @commands.command("history")
 def history(
     addr: Addr = DEFAULT_CONTROLLER,

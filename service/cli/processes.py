@@ -55,7 +55,7 @@ def worker(
     except Exception as error:  # bundles, executors and GPUs have errors of their own, all with a remedy
         logging.getLogger(__name__).debug("loading failed", exc_info=True)
         fail(error)
-    _run(run_worker(settings, loaded, _ready("worker", settings)))
+    _say_cut_off(_run(run_worker(settings, loaded, _ready("worker", settings))))
 
 
 def scheduler(
@@ -87,9 +87,7 @@ def frontend(
     from service.wiring_fleet import run_frontend
 
     settings = _settings(config, log_level, member, shard, None, backend, bundle, **{"server.port": port})
-    cut_off = _run(run_frontend(settings, _ready("frontend", settings)))
-    if cut_off:
-        typer.secho(f"plaserve: {cut_off} requests were cut off by server.drain_timeout_s", err=True)
+    _say_cut_off(_run(run_frontend(settings, _ready("frontend", settings))))
 
 
 def controller(
@@ -137,6 +135,11 @@ def _settings(
         return load_settings(config, overrides)
     except SettingsError as error:
         fail(error)
+
+
+def _say_cut_off(count: int) -> None:
+    if count:
+        typer.secho(f"plaserve: {count} requests were cut off by server.drain_timeout_s", err=True)
 
 
 def _ready(kind: str, settings: Settings) -> Callable[[str], None]:

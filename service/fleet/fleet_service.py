@@ -9,7 +9,7 @@ controller sees cause to move it again: pin it to keep it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -18,12 +18,15 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from protos.plaserve.v1 import fleet_pb2 as pb
+from protos.plaserve.v1 import worker_pb2 as worker_pb
 from service.core.pressure import PressureSettings, instance_pressure, pool_pressure
 from service.core.reconcile import InstanceLoad, MoveReason
 from service.core.settings import SchedulerSettings
 from service.core.types import Role
 from service.fleet.controller import ELECTION, FleetController
+from service.fleet.link import SERVICE as WORKER_SERVICE
 from service.fleet.membership import (
+    DRAINING,
     Assignment,
     Conflict,
     FleetSnapshot,
@@ -37,6 +40,7 @@ from service.fleet.membership import (
 NAME = "plaserve.v1.FleetService"
 PAGE_MAX = 200
 INTERVAL_S_MIN = 0.1
+ANSWER_S = 5.0  # beyond the timeout of a drain
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _ROLES = {Role.SP: pb.ROLE_SP, Role.LP: pb.ROLE_LP, Role.MIXED: pb.ROLE_MIXED}
@@ -44,13 +48,15 @@ _ROLE_OF = {number: role for role, number in _ROLES.items()}
 
 
 class FleetServicer:
-    """scheduler, knobs: of the controller, so that pressures are shown as it sees them."""
+    """scheduler, knobs: of the controller, so that pressures are shown as it sees them.
+    open_channel: to a worker that is to drain."""
 
     def __init__(
         self,
         membership: Membership,
         controller: FleetController,
         scheduler: SchedulerSettings,
+        open_channel: Callable[[str], grpc.aio.Channel],
         knobs: PressureSettings | None = None,
         *,
         dry_run: bool = False,
@@ -58,6 +64,7 @@ class FleetServicer:
         self._membership = membership
         self._controller = controller
         self._scheduler = scheduler
+        self._open_channel = open_channel
         self._knobs = knobs or PressureSettings()
         self._dry_run = dry_run
 
@@ -70,6 +77,7 @@ class FleetServicer:
                 self.watch_fleet, pb.WatchFleetRequest.FromString, _bytes
             ),
             "MoveInstance": unary(self.move_instance, pb.MoveInstanceRequest.FromString, _bytes),
+            "DrainInstance": unary(self.drain_instance, pb.DrainInstanceRequest.FromString, _bytes),
             "PinInstance": unary(self.pin_instance, pb.PinInstanceRequest.FromString, _bytes),
             "ListMoves": unary(self.list_moves, pb.ListMovesRequest.FromString, _bytes),
         }
@@ -160,6 +168,30 @@ class FleetServicer:
             await _unavailable(context, error)
         return pb.PinInstanceResponse(instance=self._instance(member, given, {}))
 
+    async def drain_instance(
+        self, request: pb.DrainInstanceRequest, context: Context
+    ) -> pb.DrainInstanceResponse:
+        """Answers when the worker has ended its work, or the timeout has passed; its process ends then."""
+        member = await self._worker(request.instance_id, context)
+        if not request.HasField("timeout") or request.timeout.ToNanoseconds() < 0:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "timeout: say how long its requests may go on, 0 or more"
+            )
+        asked = worker_pb.DrainRequest(timeout=request.timeout, by=request.by or "operator")
+        async with self._open_channel(member.address) as channel:
+            drain = channel.unary_unary(
+                f"/{WORKER_SERVICE}/Drain", _bytes, worker_pb.DrainResponse.FromString
+            )
+            try:
+                answer = await drain(asked, timeout=request.timeout.ToNanoseconds() / 1e9 + ANSWER_S)
+            except grpc.aio.AioRpcError as error:
+                await context.abort(
+                    grpc.StatusCode.UNAVAILABLE,
+                    f"worker {member.member_id} at {member.address} did not answer: {error.details()}; "
+                    "it may have left, see `plaserve fleet status`",
+                )
+        return pb.DrainInstanceResponse(unfinished_count=answer.unfinished_count)
+
     # --- parts ---
 
     def _fleet(self) -> pb.GetFleetResponse:
@@ -193,12 +225,15 @@ class FleetServicer:
         load = loads.get(member.member_id)
         present = member.report.role if member.report is not None else Role.MIXED
         target = wanted.role if wanted is not None else present
+        state = "moving" if target is not present else "up" if load is not None else "unseen"
+        if DRAINING in member.facts:
+            state = "draining"
         made = pb.FleetInstance(
             instance_id=member.member_id,
             shard_id=member.shard,
             role=_ROLES[present],
             target_role=_ROLES[target],
-            state="moving" if target is not present else "up" if load is not None else "unseen",
+            state=state,
             pinned=wanted is not None and wanted.pinned,
             address=member.address,
             reason=wanted.reason.value if wanted is not None else "",

@@ -25,6 +25,7 @@ from service.core.reconcile import MoveReason
 from service.core.types import Role
 
 Facts = Mapping[str, Any]  # JSON-able, checked when written
+DRAINING = "draining"  # fact of a worker that is about to leave: why
 
 
 class MembershipError(Exception):

@@ -12,6 +12,7 @@ there first: all of them wait, look again, and go on with the last known state w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,16 @@ from service.fleet.fleet_service import FleetServicer
 from service.fleet.gate import SchedulerGate
 from service.fleet.health import LinkSettings
 from service.fleet.load import GrpcLoadSource
-from service.fleet.membership import Facts, Lease, LeaseState, Member, MemberKind, Membership
+from service.fleet.membership import (
+    DRAINING,
+    Facts,
+    Lease,
+    LeaseState,
+    Member,
+    MemberKind,
+    Membership,
+    MembershipError,
+)
 from service.fleet.reign import Reign, election_of
 from service.fleet.remote_runtime import RemoteHandle, RemoteRuntime, RemoteSettings
 from service.fleet.remote_worker import OpenChannel
@@ -83,8 +93,12 @@ class _Port:
         await self._server.stop(grace_s)
 
 
+ANSWER_S = 1.0  # for the answer to whoever asked for a drain
+
+
 class WorkerProcess:
-    """failed: set to the reason once the engine can't go on. facts: told to the fleet."""
+    """failed: set to the reason once the engine can't go on. drained: once it was asked for a drain and that
+    is over. facts: told to the fleet."""
 
     def __init__(
         self,
@@ -101,10 +115,10 @@ class WorkerProcess:
         self._facts = facts
         self._role = spec.role
         self.servicer = WorkerServicer(spec, runner, link, tokens)
-        self.failed = self.servicer.failed
+        self.failed, self.drained = self.servicer.failed, self.servicer.drained
         self._port = _Port(place, [self.servicer.handler()])
         self._lease: Lease | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def address(self) -> str:
@@ -118,18 +132,30 @@ class WorkerProcess:
         self._lease = await self._membership.join(member)
         await self._lease.report(self._role, 0)
         following = follow_assignment(self._membership, self._lease, self._role, self._take_role)
-        self._following = asyncio.create_task(following, name="role")
+        self._tasks = [
+            asyncio.create_task(following, name="role"),
+            asyncio.create_task(self._tell_drain(self._lease), name="drain"),
+        ]
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take nothing new, end what is here. Returns how many requests have not ended after `timeout_s`."""
+        return await self.servicer.drain(timeout_s, "the worker is stopping")
 
     async def close(self) -> None:
         """Leave first, so that no scheduler counts on it any more."""
-        self.servicer.draining("the worker is stopping")
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._lease is not None:
             await self._lease.leave()
         await self.servicer.close()
-        await self._port.stop()
+        await self._port.stop(ANSWER_S)
+
+    async def _tell_drain(self, lease: Lease) -> None:
+        """Where people look (`plaserve fleet status`); the scheduler hears it over its link."""
+        reason = await self.servicer.leaving
+        with contextlib.suppress(MembershipError):
+            await lease.update(facts={**self._facts, DRAINING: reason})
 
     async def _take_role(self, role: Role) -> None:
         """One engine serves both lanes: a role is what the scheduler prefers to send here."""
@@ -299,7 +325,9 @@ class ControllerProcess:
         settings = settings or ControllerSettings()
         self._source = GrpcLoadSource(place.member_id, self._locate, place.open_channel)
         self.controller = FleetController(membership, place.member_id, make, self._source, settings)
-        servicer = FleetServicer(membership, self.controller, scheduler, dry_run=settings.dry_run)
+        servicer = FleetServicer(
+            membership, self.controller, scheduler, place.open_channel, dry_run=settings.dry_run
+        )
         self._port = _Port(place, [servicer.handlers])
         self._running: asyncio.Task[None] | None = None
 

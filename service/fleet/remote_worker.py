@@ -33,13 +33,13 @@ from service.core.types import (
     Cancel,
     Event,
     InstanceDown,
+    InstanceDraining,
     InstanceSpec,
     Role,
 )
 from service.fleet.convert import (
     BadMessage,
     dispatch_of,
-    duration_of,
     read_event,
     read_spec,
     read_statistics,
@@ -127,10 +127,6 @@ class RemoteWorker:
 
     def set_role(self, role: Role) -> None:
         self._command(pb.ControlRequest(set_role=pb.SetRole(role=role_of(role))))
-
-    def drain(self, timeout_s: float) -> None:
-        """Ask the worker process to stop once it is idle, within `timeout_s`."""
-        self._command(pb.ControlRequest(drain=pb.Drain(timeout=duration_of(timeout_s))))
 
     # --- runtime.worker.Worker ---
 
@@ -319,6 +315,8 @@ class RemoteWorker:
                     self._tell(Cancel(request_id))
             case "draining":
                 self.draining = message.draining.reason or "the worker is stopping"
+                log.info("%s drains: %s", self.address, self.draining)
+                self._tell(InstanceDraining(self.instance_id))
             case "instance_failed":
                 self._give_up(f"failed: {message.instance_failed.error}")
             case _:

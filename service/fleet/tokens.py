@@ -86,6 +86,11 @@ class TokenBook:
         reader = self._readers.get(front_end)
         return reader.kept if reader is not None else 0
 
+    @property
+    def idle(self) -> bool:
+        """Whether every answer is over and read."""
+        return not any(reader.answers for reader in self._readers.values())
+
     # --- the engine's side ---
 
     def begin(self, request_id: str, front_end: str, now_s: float) -> None:

@@ -59,13 +59,15 @@ from service.runtime.worker import LocalWorker, PassRunner
 
 log = logging.getLogger(__name__)
 
+DRAIN_LOOK_S = 0.02
 END_S = 1.0  # for the last words on a stream whose other end may not read
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerServicer:
     """failed: set to the reason once the engine can't go on; the process should end then.
-    drain_asked: seconds that a scheduler gave for it, once it asked for a drain."""
+    leaving: set to the reason once it takes no new work.
+    drained: set once somebody asked for a drain and it is over; the process should end then too."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class WorkerServicer:
         self.book = TokenBook(tokens)
         self._tokens = TokenServicer(self.book, self.boot_id)
         self.failed: asyncio.Future[str] = loop.create_future()
-        self.drain_asked: asyncio.Future[float] = loop.create_future()
+        self.drained: asyncio.Future[str] = loop.create_future()
         self._settings = settings or LinkSettings()
         self._manifest_json = manifest_json
         self._local = LocalWorker(spec, runner)
@@ -92,6 +94,7 @@ class WorkerServicer:
         self._orphan: asyncio.TimerHandle | None = None
         self._held: dict[str, None] = {}  # requests that the engine knows, or will with a staged pass
         self._brings: dict[int, tuple[str, ...]] = {}  # staged pass -> requests that are new with it
+        self.leaving: asyncio.Future[str] = loop.create_future()
         self._cached: dict[int, None] = {}  # blocks that the prefix cache holds, oldest first
         self._running_since_s: float | None = None
 
@@ -113,6 +116,7 @@ class WorkerServicer:
             "StreamTokens": grpc.stream_stream_rpc_method_handler(
                 self._tokens.stream, lenient(pb.StreamTokensRequest), as_bytes
             ),
+            "Drain": grpc.unary_unary_rpc_method_handler(self._drain, lenient(pb.DrainRequest), as_bytes),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -121,10 +125,45 @@ class WorkerServicer:
         self.spec = replace(self.spec, role=role)
         self._event(RoleChanged(self.spec.instance_id, role))
 
-    def draining(self, reason: str) -> None:
-        """Ask the scheduler for no more work: this process is about to stop."""
-        if self._session is not None:
+    async def drain(self, timeout_s: float, reason: str) -> int:
+        """Ask the scheduler for no more work, and wait until what is here has ended and its tokens are read.
+
+        Returns how many requests have not ended after `timeout_s`. Again: waits once more.
+        """
+        if not self.leaving.done():
+            self.leaving.set_result(reason)
+            self._say_leaving()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._empty():  # noqa: ASYNC110 - of four parts that know nothing of this
+                    await asyncio.sleep(DRAIN_LOOK_S)
+        except TimeoutError:
+            log.warning("%s: %d requests are cut off", self.spec.instance_id, len(self._held))
+        return len(self._held)
+
+    def _empty(self) -> bool:
+        """Nothing is here and nothing can be on its way: what a scheduler sent before it knew of the drain
+        came before its acknowledgement."""
+        session = self._session
+        heard = session is None or (session.settled and not len(session.outbox))
+        idle = heard and not self._held and self._local.running is None and self.book.idle
+        return idle or self.failed.done()
+
+    def _say_leaving(self) -> None:
+        if self.leaving.done() and self._session is not None and self._session.settled:
+            reason = self.leaving.result()
             self._session.send(pb.ControlResponse(draining=pb.WorkerDraining(reason=reason)))
+
+    async def _drain(self, request: pb.DrainRequest | None, context: Context) -> pb.DrainResponse:
+        if request is None or not request.HasField("timeout"):
+            why = "DrainRequest.timeout: is missing; say how long requests may go on"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
+        assert request is not None
+        asked = f"{request.by or 'somebody'} asked for a drain"
+        left = await self.drain(seconds_of(request.timeout), asked)
+        if not self.drained.done():
+            self.drained.set_result(asked)
+        return pb.DrainResponse(unfinished_count=left)
 
     async def close(self) -> None:
         """End the streams and the engine."""
@@ -253,9 +292,6 @@ class WorkerServicer:
                 self._settle()
             case "set_role":
                 self.spec = replace(self.spec, role=read_role(message.set_role.role))
-            case "drain":
-                if not self.drain_asked.done():
-                    self.drain_asked.set_result(seconds_of(message.drain.timeout))
             case other:
                 log.warning("a command that is not known here is ignored (%s)", other)
 
@@ -281,6 +317,7 @@ class WorkerServicer:
         session.send(pb.ControlResponse(settled=pb.Settled()))
         if self._cached:
             self._send(session, KvChanged(self.spec.instance_id, (BlocksStored(tuple(self._cached)),)))
+        self._say_leaving()
 
     # --- events ---
 

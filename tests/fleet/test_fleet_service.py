@@ -74,7 +74,7 @@ async def fleet(*workers: str) -> AsyncIterator[Fleet]:
 
     controller = FleetController(membership, "c1", Still, Loads(), None, clock.now_s)
     await controller.round(None)
-    servicer = FleetServicer(membership, controller, SchedulerSettings())
+    servicer = FleetServicer(membership, controller, SchedulerSettings(), grpc.aio.insecure_channel)
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((servicer.handlers,))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -15,6 +15,8 @@ from engines.blocks import chain_hashes
 from engines.simulated import SimulatedModel
 from engines.simulated_settings import small_cpu_like
 from engines.types import EngineRequest
+from protos.plaserve.v1 import fleet_pb2 as pb
+from protos.plaserve.v1.fleet_pb2_grpc import FleetServiceStub
 from service.core.reconcile import Controller, FleetView, MoveReason, RoleMove
 from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec, Outcome, Request, Role
@@ -154,6 +156,16 @@ async def read(handle: RemoteHandle) -> tuple[list[int], RequestRecord]:
     raise AssertionError("a handle ends with Ended")
 
 
+async def ask_to_drain(made: Fleet, name: str, timeout_s: float) -> pb.DrainInstanceResponse:
+    """By way of the controller, as `plaserve fleet drain` does it."""
+    assert made.controller is not None
+    async with grpc.aio.insecure_channel(made.controller.address) as channel:
+        stub = FleetServiceStub(channel)  # type: ignore[no-untyped-call]
+        asked = pb.DrainInstanceRequest(instance_id=name, by="me")
+        asked.timeout.FromNanoseconds(round(timeout_s * 1e9))
+        return await stub.DrainInstance(asked)
+
+
 def books(made: Fleet) -> None:
     for front_end in made.front_ends.values():
         now = front_end.runtime.snapshot()
@@ -246,6 +258,54 @@ async def test_a_worker_that_says_goodbye_is_missed_by_nobody() -> None:
         await until(lambda: made.used() == {"w0", "w1"})
         ended = await asyncio.gather(*(read(submit(made.front_ends["fe0"], f"r{n}")) for n in range(8)))
         assert {record.outcome for _, record in ended} == {Outcome.COMPLETED}
+
+
+async def test_a_worker_that_is_drained_under_load_ends_what_it_holds() -> None:
+    """Nothing fails and nothing is done twice, whatever was on its way to it."""
+    async with fleet() as made:
+        front_end = made.front_ends["fe0"]
+        reading = [asyncio.create_task(read(submit(front_end, f"r{n}", 300, 20))) for n in range(24)]
+        await until(lambda: bool(made.workers["w1"].servicer.held))
+        drained = asyncio.create_task(ask_to_drain(made, "w1", 30.0))
+        for n in range(24):
+            reading.append(asyncio.create_task(read(submit(front_end, f"later{n}", 80, 4))))
+            await asyncio.sleep(0.005)
+        assert (await drained).unfinished_count == 0
+        leaving = made.workers.pop("w1")
+        assert leaving.drained.done()
+        assert leaving.servicer.held == ()
+        shown = leaving._membership.snapshot().members["w1"].facts
+        assert shown["draining"] == "me asked for a drain"
+        await leaving.close()
+        ended = await asyncio.gather(*reading)
+        assert {record.outcome for _, record in ended} == {Outcome.COMPLETED}
+        assert [len(tokens) for tokens, _ in ended] == [20] * 24 + [4] * 24
+        assert made.used() == {"w0", "w2"}
+        books(made)
+
+
+async def test_a_drain_that_takes_too_long_says_how_many_requests_it_cut_off() -> None:
+    async with fleet(workers=1) as made:
+        reading = asyncio.create_task(read(submit(made.front_ends["fe0"], "long", 60, 4000)))
+        await until(lambda: bool(made.workers["w0"].servicer.held))
+        assert (await ask_to_drain(made, "w0", 0.1)).unfinished_count == 1
+        reading.cancel()
+
+
+async def test_the_next_scheduler_hears_that_a_worker_drains() -> None:
+    async with fleet() as made:
+        reading = asyncio.create_task(read(submit(made.front_ends["fe0"], "long", 60, 400)))
+        await until(lambda: any(worker.servicer.held for worker in made.workers.values()))
+        name = next(name for name, worker in made.workers.items() if worker.servicer.held)
+        draining = asyncio.create_task(made.workers[name].drain(20.0))
+        await until(lambda: made.active.gate.reign.scheduler.instances[name].state == "draining")
+        old = made.active
+        del made.schedulers[old._place.member_id]
+        await old.close()
+        await draining
+        await until(lambda: name in made.used())
+        await until(lambda: made.active.gate.reign.scheduler.instances[name].state == "draining")
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 async def test_serving_goes_on_while_membership_is_away() -> None:

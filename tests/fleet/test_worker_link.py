@@ -37,6 +37,7 @@ from protos.plaserve.v1 import worker_pb2 as pb
 from service.core.settings import SchedulerSettings
 from service.core.types import (
     InstanceDown,
+    InstanceDraining,
     KvChanged,
     Outcome,
     PassFailed,
@@ -192,10 +193,9 @@ async def test_roles_statistics_and_wishes_cross_the_link() -> None:
         assert await heard.until(RoleChanged) == RoleChanged("w0", Role.LP)
         remote.set_role(Role.SP)
         await until(lambda: worker.servicer.spec.role is Role.SP)
-        worker.servicer.draining("maintenance")
-        await until(lambda: remote.draining == "maintenance")
-        remote.drain(12.5)
-        assert await asyncio.wait_for(worker.servicer.drain_asked, WAIT_S_MAX) == 12.5
+        assert await worker.servicer.drain(WAIT_S_MAX, "maintenance") == 0
+        assert remote.draining == "maintenance"
+        assert await heard.until(InstanceDraining) == InstanceDraining("w0")
 
 
 # --- one scheduler at a time ---

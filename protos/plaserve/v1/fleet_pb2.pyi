@@ -135,12 +135,14 @@ class MoveInstanceResponse(_message.Message):
     def __init__(self, move: _Optional[_Union[RoleMove, _Mapping]] = ...) -> None: ...
 
 class DrainInstanceRequest(_message.Message):
-    __slots__ = ("instance_id", "timeout")
+    __slots__ = ("instance_id", "timeout", "by")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     timeout: _duration_pb2.Duration
-    def __init__(self, instance_id: _Optional[str] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    by: str
+    def __init__(self, instance_id: _Optional[str] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., by: _Optional[str] = ...) -> None: ...
 
 class DrainInstanceResponse(_message.Message):
     __slots__ = ("unfinished_count",)

@@ -22,13 +22,12 @@ PASS_KIND_PREFILL: PassKind
 PASS_KIND_DECODE: PassKind
 
 class ControlRequest(_message.Message):
-    __slots__ = ("epoch", "hello", "dispatch", "revoke", "abort", "drain", "settle", "set_role", "sequence", "acknowledged")
+    __slots__ = ("epoch", "hello", "dispatch", "revoke", "abort", "settle", "set_role", "sequence", "acknowledged")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DISPATCH_FIELD_NUMBER: _ClassVar[int]
     REVOKE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
-    DRAIN_FIELD_NUMBER: _ClassVar[int]
     SETTLE_FIELD_NUMBER: _ClassVar[int]
     SET_ROLE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -38,12 +37,11 @@ class ControlRequest(_message.Message):
     dispatch: DispatchPass
     revoke: RevokePass
     abort: AbortRequest
-    drain: Drain
     settle: Settle
     set_role: SetRole
     sequence: int
     acknowledged: int
-    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., dispatch: _Optional[_Union[DispatchPass, _Mapping]] = ..., revoke: _Optional[_Union[RevokePass, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., set_role: _Optional[_Union[SetRole, _Mapping]] = ..., sequence: _Optional[int] = ..., acknowledged: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., dispatch: _Optional[_Union[DispatchPass, _Mapping]] = ..., revoke: _Optional[_Union[RevokePass, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., set_role: _Optional[_Union[SetRole, _Mapping]] = ..., sequence: _Optional[int] = ..., acknowledged: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("scheduler_id", "protocol_version", "incarnation", "attempt", "resume")
@@ -141,11 +139,19 @@ class AbortRequest(_message.Message):
     request_id: str
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
-class Drain(_message.Message):
-    __slots__ = ("timeout",)
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout", "by")
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     timeout: _duration_pb2.Duration
-    def __init__(self, timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    by: str
+    def __init__(self, timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., by: _Optional[str] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("unfinished_count",)
+    UNFINISHED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    unfinished_count: int
+    def __init__(self, unfinished_count: _Optional[int] = ...) -> None: ...
 
 class ControlResponse(_message.Message):
     __slots__ = ("epoch", "ready", "started", "finished", "failed", "revoked", "statistics", "kv_events", "stale_epoch", "progress", "settled", "role_changed", "front_end_cut", "instance_failed", "draining", "sequence", "acknowledged")

@@ -44,6 +44,11 @@ class WorkerServiceStub:
                 request_serializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.StreamTokensRequest.SerializeToString,
                 response_deserializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.StreamTokensResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/plaserve.v1.WorkerService/Drain',
+                request_serializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -61,6 +66,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Take no new work, end what is here, then stop the process. Answers before it stops.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -73,6 +85,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.StreamTokens,
                     request_deserializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.StreamTokensRequest.FromString,
                     response_serializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.StreamTokensResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=protos_dot_plaserve_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -129,6 +146,33 @@ class WorkerService:
             '/plaserve.v1.WorkerService/StreamTokens',
             protos_dot_plaserve_dot_v1_dot_worker__pb2.StreamTokensRequest.SerializeToString,
             protos_dot_plaserve_dot_v1_dot_worker__pb2.StreamTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/plaserve.v1.WorkerService/Drain',
+            protos_dot_plaserve_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+            protos_dot_plaserve_dot_v1_dot_worker__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,
