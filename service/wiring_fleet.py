@@ -16,8 +16,8 @@ from pathlib import Path
 from engines.catalog import LoadedEngine
 from service.core.reconcile import Controller
 from service.core.types import InstanceSpec
+from service.fleet.backends import make_membership
 from service.fleet.controller import ControllerSettings
-from service.fleet.etcd import EtcdOptions, EtcdTls, etcd_membership
 from service.fleet.membership import Membership
 from service.fleet.processes import (
     ControllerProcess,
@@ -26,7 +26,6 @@ from service.fleet.processes import (
     SchedulerProcess,
     WorkerProcess,
 )
-from service.fleet.stored import MembershipTimes
 from service.policies import make_controller, make_scheduler
 from service.rpc.inference import InferenceServicer, ServedModel, StatusServicer
 from service.rpc.intake import Intake
@@ -61,22 +60,7 @@ def membership_of(options: FleetOptions) -> Membership:
             "fleet.membership: processes find each other through etcd; set it to etcd and name "
             "fleet.endpoints, or run everything in one process with `plaserve serve`"
         )
-    tls = None
-    if options.tls:
-        tls = EtcdTls(options.tls_ca, options.tls_cert, options.tls_key, options.tls_name)
-    etcd = EtcdOptions(
-        endpoints=options.endpoints,
-        tls=tls,
-        username=options.username,
-        password=options.password.get_secret_value(),
-        call_timeout_s=options.call_timeout_s,
-    )
-    times = MembershipTimes(
-        ttl_s=options.lease_ttl_s,
-        stale_after_s=options.stale_after_s,
-        open_timeout_s=options.open_timeout_s,
-    )
-    return etcd_membership(etcd, fleet=options.name, root=options.prefix, times=times)
+    return make_membership(options)
 
 
 async def run_worker(settings: Settings, loaded: LoadedEngine, ready: ReadyAt) -> int:
