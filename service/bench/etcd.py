@@ -41,6 +41,12 @@ def find_etcd() -> Path | None:
     return packed if packed is not None and os.access(packed, os.X_OK) else None
 
 
+def with_parent() -> list[str]:
+    """Put before a command: it is killed when the process that starts it ends, however that ends (Linux)."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "KILL"] if setpriv else []
+
+
 class EtcdServer:
     """folder: of its data and log. tls: (ca, certificate, key); client certificates are then asked for."""
 
@@ -84,7 +90,7 @@ class EtcdServer:
             flags.append("--unsafe-no-fsync")
         with (self._folder / "etcd.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [str(self._binary), *flags], stdout=log, stderr=log, start_new_session=True
+                [*with_parent(), str(self._binary), *flags], stdout=log, stderr=log, start_new_session=True
             )
         self._await_port()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from service.bench.books import ServiceBooks, balance
 from service.bench.fleet_plan import Phase
@@ -131,7 +131,7 @@ def aftermaths(
         ended = [each for each in seen if each.end_s >= event.at_s and (last or each.end_s < until_s)]
         bad = endings_of([each for each in ended if each.ending is not Ending.COMPLETED])
         lowest = min((m.every.attainment for m in inside if m.every.requests), default=math.nan)
-        back_s = below[-1].at_s - event.at_s if below else None
+        back_s = max(0.0, below[-1].at_s - event.at_s) if below else None
         found.append(Aftermath(event, until_s, STEP_S * len(below), back_s, lowest, after, dict(bad)))
     return found
 
@@ -204,7 +204,12 @@ def scheduler_faults(lives: Mapping[tuple[str, int], Life], name: str) -> list[s
 
 
 def _against(life: Life, seen: Sequence[Observation]) -> list[str]:
-    return list(balance(seen, NOTHING, life.books).faults)
+    """A refusal as UNAVAILABLE may be either in the books: by a front end that drains, or for want of a
+    scheduler or worker, which counts as a failure there."""
+    doubtful = [each for each in seen if each.ending is Ending.REFUSED and status_of(each) == "UNAVAILABLE"]
+    sure = [each for each in seen if each not in doubtful]
+    as_failed = [replace(each, ending=Ending.FAILED) for each in doubtful]
+    return list(balance([*sure, *as_failed], NOTHING, life.books).faults)
 
 
 def _against_killed(life: Life, seen: Sequence[Observation]) -> list[str]:

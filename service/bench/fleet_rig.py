@@ -3,7 +3,8 @@
 One etcd, workers, schedulers, front ends and controllers, each a process of its own with a log of its own.
 Front ends and controllers keep their ports over a restart, as behind a service address; the others pick new
 ones and are found through etcd. A kill is SIGKILL: nothing is said to anybody. All of them are in sessions of
-their own, so that Ctrl-C reaches the driver alone, which then stops each by its pid.
+their own, so that Ctrl-C reaches the driver alone, which then stops each by its pid; where the driver itself
+is killed, they are killed with it.
 
 Processor time is read from /proc (Linux), and that of a process that has died stays counted as last read.
 """
@@ -21,7 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from service.bench.arms import free_ports
-from service.bench.etcd import EtcdServer, running_etcd
+from service.bench.etcd import EtcdServer, running_etcd, with_parent
 
 READY_S_MAX = 120.0  # a dozen interpreters start at once, on a machine that may be busy
 STOP_S_MAX = 10.0
@@ -96,7 +97,7 @@ class Part:
         self._cpu_before_s = self.cpu_s
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", "from service.cli import main; main()", self.kind.value,
+                *with_parent(), sys.executable, "-c", "from service.cli import main; main()", self.kind.value,
                 "--member", self.name, *self.arguments,
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**os.environ, **environment}, start_new_session=True,

@@ -162,6 +162,26 @@ class WorkerProcess:
         self.servicer.set_role(role)
 
 
+class Rest:
+    """How long a scheduler stays out of elections after a reign that ended by itself.
+
+    A core that fails at once would else be elected again at once, for ever, and the standby hardly ever. Each
+    such reign in a row doubles the rest; one that lasted `LASTING_S` is followed by none.
+    """
+
+    LASTING_S, FIRST_S, LONGEST_S = 10.0, 0.5, 15.0
+
+    def __init__(self) -> None:
+        self._next_s = self.FIRST_S
+
+    def after(self, lasted_s: float) -> float:
+        if lasted_s >= self.LASTING_S:
+            self._next_s = self.FIRST_S
+            return 0.0
+        rest_s, self._next_s = self._next_s, min(2.0 * self._next_s, self.LONGEST_S)
+        return rest_s
+
+
 class SchedulerProcess:
     """make: a fresh scheduling core, one a reign."""
 
@@ -198,6 +218,11 @@ class SchedulerProcess:
         self._lease = await self._membership.join(member)
         self._running = asyncio.create_task(self._run(), name="election")
 
+    @property
+    def works(self) -> bool:
+        """Whether its loop goes on; a standby's does too."""
+        return self._running is not None and not self._running.done()
+
     async def close(self) -> None:
         if self._running is not None:
             self._running.cancel()
@@ -207,6 +232,7 @@ class SchedulerProcess:
         await self._port.stop()
 
     async def _run(self) -> None:
+        rest = Rest()
         while True:
             shard = self._place.shard
             leadership = await self._membership.campaign(election_of(shard), self._place.member_id)
@@ -237,6 +263,8 @@ class SchedulerProcess:
                 await reign.close()
                 if leadership.state is not LeaseState.LOST:
                     await leadership.resign()
+            if not lost.done() or lost.cancelled():
+                await asyncio.sleep(rest.after(asyncio.get_running_loop().time() - reign.start_s))
 
 
 class FrontEndProcess:
@@ -338,6 +366,11 @@ class ControllerProcess:
     async def start(self) -> None:
         await self._port.start()
         self._running = asyncio.create_task(self.controller.run(), name="controller")
+
+    @property
+    def works(self) -> bool:
+        """Whether its loop goes on; a standby's does too."""
+        return self._running is not None and not self._running.done()
 
     async def close(self) -> None:
         if self._running is not None:

@@ -163,6 +163,12 @@ def test_front_ends_agree_with_their_clients() -> None:
     assert check(6, 6.5) == []  # its last word was at 6 s; a request due at 6 s may have ended since
     assert check(2, 6.5)
     assert check(9, 6.5)
+    refused = [replace(s, ending=Ending.REFUSED, error="UNAVAILABLE: no scheduler") for s in seen[:2]]
+    for outcome in ("ENGINE_FAILED", "REJECTED_DRAINING"):
+        books = ServiceBooks(10, {"COMPLETED": 8, outcome: 2}, 0, 0)
+        life = {("f0", 1): Life("f0", 1, 11.0, books)}
+        assert life_faults(life, addresses, {("f0", 1): (0.0, None)}, refused + seen[2:]) == []
+        assert life_faults(life, addresses, {("f0", 1): (0.0, None)}, refused[1:] + seen[1:])
     assert life_faults({}, addresses, {("f0", 1): (0.0, None)}, seen)
 
 
