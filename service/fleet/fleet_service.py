@@ -20,7 +20,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from protos.plaserve.v1 import fleet_pb2 as pb
 from protos.plaserve.v1 import worker_pb2 as worker_pb
 from service.core.pressure import PressureSettings, instance_pressure, pool_pressure
-from service.core.reconcile import InstanceLoad, MoveReason
+from service.core.reconcile import FleetView, InstanceLoad, MoveReason
 from service.core.settings import SchedulerSettings
 from service.core.types import Role
 from service.fleet.controller import ELECTION, FleetController
@@ -48,8 +48,8 @@ _ROLE_OF = {number: role for role, number in _ROLES.items()}
 
 
 class FleetServicer:
-    """scheduler, knobs: of the controller, so that pressures are shown as it sees them.
-    open_channel: to a worker that is to drain."""
+    """scheduler, knobs: of the controller, so that pressures are shown about as it sees them: it forecasts
+    too and knows how much of a backlog shares passes. open_channel: to a worker that is to drain."""
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class FleetServicer:
         self._open_channel = open_channel
         self._knobs = knobs or PressureSettings()
         self._dry_run = dry_run
+        self._long_s: dict[str, float] = {}  # shard -> predicted seconds of a mean long, when last some came
 
     @property
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -166,7 +167,7 @@ class FleetServicer:
             )
         except MembershipUnavailable as error:
             await _unavailable(context, error)
-        return pb.PinInstanceResponse(instance=self._instance(member, given, {}))
+        return pb.PinInstanceResponse(instance=self._instance(member, given, {}, {}))
 
     async def drain_instance(
         self, request: pb.DrainInstanceRequest, context: Context
@@ -196,17 +197,21 @@ class FleetServicer:
 
     def _fleet(self) -> pb.GetFleetResponse:
         snapshot = self._membership.snapshot()
-        loads = {
-            load.instance_id: load for view in self._controller.views.values() for load in view.instances
+        views = self._controller.views
+        loads = {load.instance_id: load for view in views.values() for load in view.instances}
+        pressures = {
+            load.instance_id: self._pressure(load, shard, view)
+            for shard, view in views.items()
+            for load in view.instances
         }
         leader = self._membership.leader(ELECTION)
         answer = pb.GetFleetResponse(
             instances=[
-                self._instance(member, _wanted(snapshot, member), loads)
+                self._instance(member, _wanted(snapshot, member), loads, pressures)
                 for member in snapshot.of(MemberKind.WORKER)
             ],
-            sp_pressure=self._pool(loads, Role.SP),
-            lp_pressure=self._pool(loads, Role.LP),
+            sp_pressure=pool_pressure(pressures[n] for n, load in loads.items() if load.role is Role.SP),
+            lp_pressure=pool_pressure(pressures[n] for n, load in loads.items() if load.role is Role.LP),
             processes=[
                 _process(member, snapshot)
                 for kind in (MemberKind.SCHEDULER, MemberKind.FRONTEND)
@@ -220,7 +225,11 @@ class FleetServicer:
         return answer
 
     def _instance(
-        self, member: Member, wanted: Assignment | None, loads: Mapping[str, InstanceLoad]
+        self,
+        member: Member,
+        wanted: Assignment | None,
+        loads: Mapping[str, InstanceLoad],
+        pressures: Mapping[str, float],
     ) -> pb.FleetInstance:
         load = loads.get(member.member_id)
         present = member.report.role if member.report is not None else Role.MIXED
@@ -239,17 +248,22 @@ class FleetServicer:
             reason=wanted.reason.value if wanted is not None else "",
         )
         if load is not None:
-            made.pressure = self._pressure(load)
+            made.pressure = pressures[load.instance_id]
             made.queued_count = load.requests_waiting
             made.backlog_s, made.utilisation = load.backlog_s, load.utilisation
         return made
 
-    def _pressure(self, load: InstanceLoad) -> float:
-        target_s = self._scheduler.ttft_target_short_s
+    def _pressure(self, load: InstanceLoad, shard: str, view: FleetView) -> float:
+        """By the target of a mean request of the lane that the instance prefers."""
+        settings = self._scheduler
+        target_s = settings.ttft_target_short_s
+        if view.long_requests_per_s > 0.0:
+            self._long_s[shard] = view.long_work_s_per_s / view.long_requests_per_s
+        if load.role is Role.LP:
+            long_s = self._long_s.get(shard, 0.0)
+            long_target_s = settings.ttft_target_long_factor * long_s + settings.ttft_target_long_offset_s
+            target_s = max(target_s, long_target_s)
         return instance_pressure(load, target_s, self._knobs)
-
-    def _pool(self, loads: Mapping[str, InstanceLoad], role: Role) -> float:
-        return pool_pressure(self._pressure(load) for load in loads.values() if load.role is role)
 
     async def _worker(self, instance_id: str, context: Context) -> Member:
         member = self._membership.snapshot().members.get(instance_id)
