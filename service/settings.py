@@ -144,6 +144,8 @@ class FleetOptions(FleetSettings):
     link_certificate: Path | None = Field(None, description="PEM: certificate chain of this process.")
     link_key: Path | None = Field(None, description="PEM: its private key.")
     link_server_name: str = Field("", description="Name in the others' certificates; empty: their address.")
+    health_port: int = Field(0, ge=0, le=65_535, description="Plaintext port for health probes; 0: none.")
+    health_host: str = Field("127.0.0.1", description="Host that health probes are answered on.")
     dry_run: bool = Field(False, description="The controller only says what it would do.")
 
     @model_validator(mode="after")

@@ -19,6 +19,7 @@ from service.core.types import InstanceSpec
 from service.fleet.backends import make_membership
 from service.fleet.controller import ControllerSettings
 from service.fleet.membership import Membership
+from service.fleet.probe import HealthPort
 from service.fleet.processes import (
     ControllerProcess,
     FrontEndProcess,
@@ -78,6 +79,7 @@ async def run_worker(settings: Settings, loaded: LoadedEngine, ready: ReadyAt) -
         process = WorkerProcess(place, membership, spec, ThreadRunner(engine), facts)
         stack.push_async_callback(process.close)
         await process.start()
+        await _probed(settings.fleet, lambda: process.servicer.works, stack)
         ready(process.address)
         stop = asyncio.Event()
         process.drained.add_done_callback(lambda _: stop.set())
@@ -101,6 +103,7 @@ async def run_scheduler(settings: Settings, ready: ReadyAt) -> None:
         )
         stack.push_async_callback(process.close)
         await process.start()
+        await _probed(settings.fleet, lambda: process.works, stack)
         ready(process.address)
         await _until_told()
 
@@ -125,6 +128,7 @@ async def run_controller(settings: Settings, ready: ReadyAt) -> None:
         process = ControllerProcess(place, membership, make, settings.scheduler, chosen)
         stack.push_async_callback(process.close)
         await process.start()
+        await _probed(settings.fleet, lambda: process.works, stack)
         ready(process.address)
         await _until_told()
 
@@ -159,6 +163,7 @@ async def run_frontend(settings: Settings, ready: ReadyAt) -> int:
         await server.start()
         address = f"{settings.server.host}:{server.port}"
         await process.tell_address(address)
+        await _probed(settings.fleet, lambda: True, stack)
         ready(address)
         await _until_told()
         await server.not_serving()
@@ -170,6 +175,14 @@ async def _opened(options: FleetOptions, stack: AsyncExitStack) -> Membership:
     stack.push_async_callback(membership.close)
     await membership.open()
     return membership
+
+
+async def _probed(options: FleetOptions, works: Callable[[], bool], stack: AsyncExitStack) -> None:
+    """Answer probes from here on, where there is a port for them."""
+    if options.health_port:
+        port = HealthPort(works)
+        await port.start(options.health_host, options.health_port)
+        stack.push_async_callback(port.stop)
 
 
 def _codec(settings: Settings) -> tuple[TextCodec, str]:

@@ -26,6 +26,7 @@ import grpc.aio
 
 from engines.types import BlocksStored, FinishReason, KvEvent
 from protos.plaserve.v1 import worker_pb2 as pb
+from service.core.pricing import Pricer
 from service.core.slot import SlotError
 from service.core.types import (
     Event,
@@ -50,7 +51,7 @@ from service.fleet.convert import (
     seconds_of,
     statistics_of,
 )
-from service.fleet.health import LinkSettings
+from service.fleet.health import Health, LinkSettings
 from service.fleet.link import PROTOCOL_VERSION, SERVICE, Caller, Claim, Fence, LinkBroken, as_bytes, lenient
 from service.fleet.token_service import TokenServicer
 from service.fleet.tokens import TokenBook, TokenSettings
@@ -87,6 +88,7 @@ class WorkerServicer:
         self.drained: asyncio.Future[str] = loop.create_future()
         self._settings = settings or LinkSettings()
         self._manifest_json = manifest_json
+        self._pricer = Pricer(spec.cost, spec.profiles)
         self._local = LocalWorker(spec, runner)
         self._local.connect(self._event)
         self._fence = Fence()
@@ -102,6 +104,16 @@ class WorkerServicer:
     def epoch(self) -> int:
         """Of the scheduler that is obeyed; 0 before any."""
         return self._fence.epoch
+
+    @property
+    def works(self) -> bool:
+        """False once the engine failed, or a pass runs past the limit at which a scheduler gives it up."""
+        running, since_s = self._local.running, self._running_since_s
+        if self.failed.done() or running is None or since_s is None:
+            return not self.failed.done()
+        sizes = [(item.new_tokens, item.history) for item in running.items]
+        predicted_s = self._pricer.pass_s(sizes) / running.layer_blocks
+        return self._settings.verdict(predicted_s, _now_s() - since_s) is not Health.HUNG
 
     @property
     def held(self) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ PLASERVE_TELEMETRY__METRICS: "true"
 PLASERVE_TELEMETRY__METRICS_HOST: {{ ternary "::" "0.0.0.0" $v6 | quote }}
 PLASERVE_TELEMETRY__METRICS_PORT: {{ .root.Values.ports.metrics | quote }}
 PLASERVE_FLEET__MEMBERSHIP: etcd
+PLASERVE_FLEET__HEALTH_HOST: {{ ternary "[::]" "0.0.0.0" $v6 | quote }}
+PLASERVE_FLEET__HEALTH_PORT: {{ .root.Values.probes.healthPort | quote }}
 PLASERVE_FLEET__ENDPOINTS: {{ include "plaserve.etcdEndpoints" .root | quote }}
 PLASERVE_FLEET__NAME: {{ default (include "plaserve.name" .root) .root.Values.fleet.name | quote }}
 PLASERVE_FLEET__LEASE_TTL_S: {{ toJson .root.Values.fleet.leaseTtlSeconds | quote }}
