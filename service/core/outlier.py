@@ -95,10 +95,11 @@ class Outliers:
 
     def ran(self, instance: Instance, flight: InFlight, result: PassResult, now_s: float) -> bool:
         """A pass is over. Whether the instance is ejected with it."""
-        if not 0.0 < flight.predicted_s < math.inf:
-            return False
-        ratio = result.elapsed_s / flight.predicted_s
-        if ratio > self._settings.outlier_ratio and _computed_more(flight, result):
+        known = 0.0 < flight.predicted_s < math.inf
+        ratio = result.elapsed_s / flight.predicted_s if known else math.inf
+        if not known or (ratio > self._settings.outlier_ratio and _computed_more(flight, result)):
+            if instance.on_trial:
+                instance.takes_new = True  # this was no trial: it may have another pass
             return False
         return self._sample(instance, ratio, now_s)
 

@@ -213,6 +213,18 @@ def test_a_pass_that_computed_more_than_planned_tells_nothing(computed: int, out
     assert (rig.state("i0") is HealthState.EJECTED) == out
 
 
+def test_a_trial_that_tells_nothing_is_repeated() -> None:
+    """Its cache may be gone after so long, so its first pass has more to compute: it gets another one."""
+    rig = Rig(4)
+    for _ in range(40):
+        rig.round({"i0": 9.0, "i1": 1.0, "i2": 1.0, "i3": 1.0})
+    rig.wait(KNOBS.outlier_eject_s)
+    rig.instances["i0"].takes_new = False  # as the dispatcher does with a trial
+    rig.ran("i0", 9.0, computed=640)
+    assert rig.state("i0") is HealthState.HALF_OPEN
+    assert rig.instances["i0"].takes_new
+
+
 def test_few_passes_are_no_evidence() -> None:
     rig = Rig(4)
     for _ in range(40):
