@@ -50,9 +50,12 @@ def with_parent() -> list[str]:
 class EtcdServer:
     """folder: of its data and log. tls: (ca, certificate, key); client certificates are then asked for."""
 
-    def __init__(self, binary: Path, folder: Path, tls: tuple[Path, Path, Path] | None = None) -> None:
-        self._binary, self._folder, self._tls = binary, folder, tls
+    def __init__(
+        self, binary: Path, folder: Path, tls: tuple[Path, Path, Path] | None = None, name: str = "one"
+    ) -> None:
+        self._binary, self._folder, self._tls, self._name = binary, folder, tls, name
         self.port, self._peer_port = free_ports(2)
+        self.cluster: tuple[EtcdServer, ...] = (self,)  # all servers of its cluster
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -69,16 +72,19 @@ class EtcdServer:
         scheme = "https" if self._tls else "http"
         client = f"{scheme}://{self.endpoint}"
         peer = f"http://127.0.0.1:{self._peer_port}"
+        alone = len(self.cluster) == 1
         arguments = {
-            "name": "one",
+            "name": self._name,
             "data-dir": str(self._folder / "data"),
             "listen-client-urls": client,
             "advertise-client-urls": client,
             "listen-peer-urls": peer,
             "initial-advertise-peer-urls": peer,
-            "initial-cluster": f"one={peer}",
-            "heartbeat-interval": "10",
-            "election-timeout": "100",
+            "initial-cluster": ",".join(
+                f"{each._name}=http://127.0.0.1:{each._peer_port}" for each in self.cluster
+            ),
+            "heartbeat-interval": "10" if alone else "50",
+            "election-timeout": "100" if alone else "500",
             "log-level": "error",
         }
         flags = [f"--{name}={value}" for name, value in arguments.items()]
@@ -140,3 +146,24 @@ def running_etcd(folder: Path, tls: tuple[Path, Path, Path] | None = None) -> It
         yield server
     finally:
         server.stop()
+
+
+@contextmanager
+def running_cluster(folder: Path, size: int = 3) -> Iterator[list[EtcdServer]]:
+    """Raises EtcdError."""
+    binary = find_etcd()
+    if binary is None:
+        raise EtcdError(MISSING)
+    servers: list[EtcdServer] = []
+    for index in range(size):
+        (folder / f"m{index}").mkdir(parents=True)
+        servers.append(EtcdServer(binary, folder / f"m{index}", name=f"m{index}"))
+    for server in servers:
+        server.cluster = tuple(servers)
+    try:
+        for server in servers:
+            server.start()
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
