@@ -136,7 +136,9 @@ class FleetOptions(FleetSettings):
         pattern=r"^[A-Za-z0-9._:@-]{0,100}$",
         description="Its name in the fleet; empty: its kind and host name, which is one a host.",
     )
-    listen: str = Field("127.0.0.1:0", description="host:port for the other processes; port 0 picks one.")
+    listen: str = Field(
+        "127.0.0.1:0", description="host:port for the other processes; port 0 picks one. A controller: 8083."
+    )
     advertise: str = Field("", description="Host that others reach it by; empty: that of `listen`.")
     link_authority: Path | None = Field(
         None, description="PEM: who signed the certificates of the fleet's processes; with it links are TLS."

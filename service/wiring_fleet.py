@@ -10,12 +10,14 @@ import asyncio
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 from engines.catalog import LoadedEngine
 from service.core.reconcile import Controller
 from service.core.types import InstanceSpec
+from service.fleet import CONTROLLER_LISTEN
 from service.fleet.backends import make_membership
 from service.fleet.controller import ControllerSettings
 from service.fleet.membership import Membership
@@ -116,6 +118,8 @@ async def run_controller(settings: Settings, ready: ReadyAt) -> None:
             "set the mode to spatial or auto, or run no controller"
         )
     place = place_of(settings.fleet, "controller")
+    if "listen" not in settings.fleet.model_fields_set:
+        place = replace(place, listen=CONTROLLER_LISTEN)
 
     def make() -> Controller:
         controller = make_controller(settings.policy, settings.scheduler)

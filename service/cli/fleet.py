@@ -24,8 +24,8 @@ from protos.plaserve.v1 import fleet_pb2 as pb
 from protos.plaserve.v1.fleet_pb2_grpc import FleetServiceStub
 from service.cli.failures import fail_rpc
 from service.cli.fleet_demo import demo
+from service.fleet import CONTROLLER_LISTEN
 
-DEFAULT_CONTROLLER = "127.0.0.1:8083"
 TIMEOUT_S = 5.0
 
 commands = typer.Typer(
@@ -53,7 +53,7 @@ def register(app: typer.Typer) -> None:
 
 
 @commands.command("status")
-def status(addr: Addr = DEFAULT_CONTROLLER, as_json: AsJson = False) -> None:
+def status(addr: Addr = CONTROLLER_LISTEN, as_json: AsJson = False) -> None:
     """Show instances with role, pressure and load, and the other processes."""
     answer = _ask(addr, lambda stub: stub.GetFleet(pb.GetFleetRequest(), timeout=TIMEOUT_S))
     _show(answer, as_json, lambda: fleet_view(answer))
@@ -61,7 +61,7 @@ def status(addr: Addr = DEFAULT_CONTROLLER, as_json: AsJson = False) -> None:
 
 @commands.command("watch")
 def watch(
-    addr: Addr = DEFAULT_CONTROLLER,
+    addr: Addr = CONTROLLER_LISTEN,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
 ) -> None:
     """Keep showing it until Ctrl-C."""
@@ -82,7 +82,7 @@ def watch(
 def move(
     instance: str,
     role: RoleName,
-    addr: Addr = DEFAULT_CONTROLLER,
+    addr: Addr = CONTROLLER_LISTEN,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -104,7 +104,7 @@ def pin(
     instance: str,
     role: Annotated[RoleName | None, typer.Argument(help="Also move it there first.")] = None,
     off: Annotated[bool, typer.Option("--off", help="Let the controller move it again.")] = False,
-    addr: Addr = DEFAULT_CONTROLLER,
+    addr: Addr = CONTROLLER_LISTEN,
     as_json: AsJson = False,
 ) -> None:
     """Keep an instance in its role whatever the controller wants."""
@@ -121,7 +121,7 @@ def pin(
 def drain(
     instance: str,
     timeout: Annotated[float, typer.Option(min=0.0, help="Seconds that its requests may go on.")] = 60.0,
-    addr: Addr = DEFAULT_CONTROLLER,
+    addr: Addr = CONTROLLER_LISTEN,
     as_json: AsJson = False,
 ) -> None:
     """Take an instance out: nothing new, it ends what it holds, then its process stops. Waits for that."""
@@ -136,7 +136,7 @@ def drain(
 
 @commands.command("history")
 def history(
-    addr: Addr = DEFAULT_CONTROLLER,
+    addr: Addr = CONTROLLER_LISTEN,
     count: Annotated[int, typer.Option(min=1, max=200, help="How many, newest first.")] = 30,
     as_json: AsJson = False,
 ) -> None:

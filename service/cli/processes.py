@@ -95,7 +95,7 @@ def controller(
     member: Member = None,
     listen: Annotated[
         str | None, typer.Option(help="host:port for `plaserve fleet`; port 0 picks one.")
-    ] = "127.0.0.1:8083",
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="Policy whose controller moves roles.")] = None,
     dry_run: Annotated[
         bool | None, typer.Option("--dry-run", help="Only say which roles it would change.")

@@ -37,6 +37,7 @@ from service.fleet.membership import (
     Lease,
     LeaseState,
     Member,
+    MemberExists,
     MemberKind,
     Membership,
     MembershipError,
@@ -93,7 +94,22 @@ class _Port:
         await self._server.stop(grace_s)
 
 
+JOIN_TIMES_MAX = 60  # an earlier life of a member may hold its name until its lease is over
+JOIN_EACH_S = 0.5
 ANSWER_S = 1.0  # for the answer to whoever asked for a drain
+
+
+async def join(membership: Membership, member: Member) -> Lease:
+    """Join, after the lease of a process of this name that died. Raises MemberExists if that goes on."""
+    for left in range(JOIN_TIMES_MAX, -1, -1):
+        try:
+            return await membership.join(member)
+        except MemberExists as error:
+            if not left:
+                raise
+            log.warning("%s; waiting for its lease to end", error)
+            await asyncio.sleep(JOIN_EACH_S)
+    raise AssertionError("it has returned or raised")
 
 
 class WorkerProcess:
@@ -129,7 +145,7 @@ class WorkerProcess:
         member = Member(
             self._place.member_id, MemberKind.WORKER, self.address, self._place.shard, self._facts
         )
-        self._lease = await self._membership.join(member)
+        self._lease = await join(self._membership, member)
         await self._lease.report(self._role, 0)
         following = follow_assignment(self._membership, self._lease, self._role, self._take_role)
         self._tasks = [
@@ -215,7 +231,7 @@ class SchedulerProcess:
     async def start(self) -> None:
         await self._port.start()
         member = Member(self._place.member_id, MemberKind.SCHEDULER, self.address, self._place.shard)
-        self._lease = await self._membership.join(member)
+        self._lease = await join(self._membership, member)
         self._running = asyncio.create_task(self._run(), name="election")
 
     @property
@@ -290,7 +306,7 @@ class FrontEndProcess:
     async def start(self, address: str) -> None:
         """address: of its surface for clients."""
         member = Member(self._place.member_id, MemberKind.FRONTEND, address, self._place.shard)
-        self._lease = await self._membership.join(member)
+        self._lease = await join(self._membership, member)
         self._watching = asyncio.create_task(self._watch(), name="token links")
         await self.runtime.start()
 

@@ -44,10 +44,9 @@ def front_end_of(wire_id: str) -> str:
 
 @dataclass(slots=True)
 class _Held:
-    """A worker that is, or is to be, in use. incarnation: how often it was taken over in this reign."""
+    """A worker that is, or is to be, in use."""
 
     member: Member
-    incarnation: int = 0
     worker: RemoteWorker | None = None
     task: asyncio.Task[None] | None = None
     role: Role = Role.MIXED
@@ -73,6 +72,7 @@ class Reign:
     ended: asyncio.Future[str] = field(init=False)
     pump: Pump = field(init=False)
     _held: dict[str, _Held] = field(default_factory=dict)
+    _takeovers: int = 0  # of all workers: one that comes back must not see a number again
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _watching: asyncio.Task[None] | None = None
     _heard: list[Observer] = field(default_factory=list)
@@ -136,8 +136,8 @@ class Reign:
     async def _use(self, name: str, held: _Held) -> None:
         """Take the worker over, use it until it is down, and again, while it is a member."""
         while True:
-            held.incarnation += 1
-            caller = Caller(self.scheduler_id, self.epoch, held.incarnation, attempt=0)
+            self._takeovers = incarnation = self._takeovers + 1
+            caller = Caller(self.scheduler_id, self.epoch, incarnation, attempt=0)
             worker = RemoteWorker(
                 held.member.address, caller, self.open_channel, self.settings, front_end_of=front_end_of
             )
@@ -145,7 +145,7 @@ class Reign:
             try:
                 spec = await worker.start()
                 self._add(name, held, worker, spec)
-                log.info("worker %s is in use, take-over %d", name, held.incarnation)
+                log.info("worker %s is in use, take-over %d", name, incarnation)
                 log.warning("worker %s is down: %s", name, await asyncio.shield(worker.down))
             except WorkerUnavailable as error:
                 log.warning("worker %s can't be used: %s", name, error)

@@ -260,6 +260,23 @@ async def test_a_worker_that_says_goodbye_is_missed_by_nobody() -> None:
         assert {record.outcome for _, record in ended} == {Outcome.COMPLETED}
 
 
+async def test_a_worker_that_comes_back_takes_its_name_once_the_old_lease_is_over() -> None:
+    async with fleet(workers=2) as made:
+        dead = made.workers.pop("w1")
+        await dead._port.stop(0)
+        await dead.servicer.close()
+        again = asyncio.create_task(made.worker("w1"))
+        await asyncio.sleep(0.6)
+        assert not again.done()  # the dead one is still a member
+        await dead._lease.leave()
+        await again
+        await until(lambda: made.used() == {"w0", "w1"})
+        ended = await asyncio.gather(*(read(submit(made.front_ends["fe0"], f"r{n}")) for n in range(6)))
+        assert {record.outcome for _, record in ended} == {Outcome.COMPLETED}
+        for task in dead._tasks:
+            task.cancel()
+
+
 async def test_a_worker_that_is_drained_under_load_ends_what_it_holds() -> None:
     """Nothing fails and nothing is done twice, whatever was on its way to it."""
     async with fleet() as made:

@@ -124,12 +124,7 @@ name: {{ .role }}
 image: {{ include "plaserve.image" (dict "root" .root "image" $image) | quote }}
 imagePullPolicy: {{ $image.pullPolicy }}
 command: [plaserve]
-{{- if eq .role "controller" }}
-# Its flag has a default of its own, which would win over the setting.
-args: [controller, --listen, {{ include "plaserve.listen" . | quote }}]
-{{- else }}
 args: [{{ .role }}]
-{{- end }}
 workingDir: /var/lib/plaserve
 securityContext:
   {{- include "plaserve.containerSafety" . | nindent 2 }}
