@@ -31,6 +31,7 @@ from service.bench.fleet_figures import (
     endings_of,
     life_faults,
     scheduler_faults,
+    stalls,
     timeline,
 )
 from service.bench.fleet_plan import (
@@ -254,7 +255,7 @@ def report_of(run: DemoRun) -> DemoReport:
     seconds = run.settings.seconds
     seen = sorted(run.seen, key=lambda each: each.send_s)
     moments = timeline(seen, seconds)
-    events = sorted(run.events, key=lambda event: event.at_s)
+    events = sorted([*run.events, *stalls(seen)], key=lambda event: event.at_s)
     timed = [sample for sample in run.watch.samples if sample.at_s > 0.5]
     spans_s = [b.at_s - a.at_s for a, b in pairwise(timed)]
 

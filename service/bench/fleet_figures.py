@@ -25,13 +25,14 @@ from service.bench.workload import Label, PlannedRequest
 
 WINDOW_S, STEP_S = 5.0, 1.0
 GOOD = 0.95  # of requests in time
+STALL_S, STALL_GAP_S = 0.25, 2.0  # so late is a stall; lateness so far apart is another one
 DOUBT_S = 0.5  # between two clocks' words on one request
 NOTHING = ServiceBooks(0, {}, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened. kind: kill, back or phase."""
+    """Something that happened. kind: kill, back, phase or stall."""
 
     at_s: float
     kind: str
@@ -133,6 +134,20 @@ def aftermaths(
         lowest = min((m.every.attainment for m in inside if m.every.requests), default=math.nan)
         back_s = max(0.0, below[-1].at_s - event.at_s) if below else None
         found.append(Aftermath(event, until_s, STEP_S * len(below), back_s, lowest, after, dict(bad)))
+    return found
+
+
+def stalls(seen: Sequence[Observation]) -> list[Event]:
+    """When the clients themselves sent late: their process, or the machine, stood still. Misses around it
+    are not the fleet's."""
+    found: list[Event] = []
+    last_s = -math.inf
+    for each in sorted(seen, key=lambda each: each.send_s):
+        if each.lag_s < STALL_S:
+            continue
+        if each.send_s - last_s > STALL_GAP_S:
+            found.append(Event(each.send_s, "stall", f"clients {each.lag_s:.1f} s late"))
+        last_s = each.send_s
     return found
 
 

@@ -1,8 +1,8 @@
 """The run of a fleet demo as one picture: who is in which pool, pressure, TTFT by lane, attainment.
 
 Four panels over one axis of time. Marks are the same in all: solid for a kill, dotted for one that is back,
-shaded phases. The top panel has a row for each worker, coloured by the role it reports; white where its
-process is down or it is not (yet) a member.
+dash-dotted where the machine stood still, shaded phases. The top panel has a row for each worker, coloured by
+the role it reports; white where its process is down or it is not (yet) a member.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ ROLE_NAMES = {"sp": "short prefills", "lp": "long prefills", "mixed": "both"}
 LANE_COLOURS = {Label.SHORT: COLOURS[0], Label.LONG: COLOURS[1]}
 KILLED: dict[str, Any] = {"color": "#b00020", "linewidth": 1.2}
 BACK: dict[str, Any] = {"color": "#2e7d32", "linewidth": 1.1, "linestyle": ":"}
+STALLED: dict[str, Any] = {"color": "#888888", "linewidth": 1.1, "linestyle": "-."}
 SHADES = ("#ffffff", "#f4f1ea")
 BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
 GAP_S = 3.0  # a sample counts until the next one, at most so long
@@ -66,7 +67,10 @@ def _pools(axes: Axes, report: DemoReport) -> None:
     axes.set_yticks(list(rows.values()), list(rows))
     axes.set_ylim(-0.6, len(workers) - 0.4)
     seen = {role for sample in samples for role in sample.roles.values()}
-    _legend(axes, {ROLE_NAMES[role]: colour for role, colour in ROLE_COLOURS.items() if role in seen})
+    stalled = any(event.kind == "stall" for event in report.events)
+    _legend(
+        axes, {ROLE_NAMES[role]: colour for role, colour in ROLE_COLOURS.items() if role in seen}, stalled
+    )
 
 
 def _pressure(axes: Axes, report: DemoReport) -> None:
@@ -123,6 +127,8 @@ def _marks(axes: Axes, report: DemoReport) -> None:
             axes.axvline(event.at_s, **KILLED)
         elif event.kind == "back":
             axes.axvline(event.at_s, **BACK)
+        elif event.kind == "stall":
+            axes.axvline(event.at_s, **STALLED)
 
 
 def _names(axes: Axes, report: DemoReport) -> None:
@@ -150,10 +156,12 @@ def _names(axes: Axes, report: DemoReport) -> None:
     axes.set_title(title, fontsize=10.5, loc="left", pad=54)
 
 
-def _legend(axes: Axes, colours: dict[str, str]) -> None:
+def _legend(axes: Axes, colours: dict[str, str], stalled: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     patches: list[Any] = [Patch(color=colour, label=name) for name, colour in colours.items()]
     lines = [Line2D([], [], label="killed", **KILLED), Line2D([], [], label="back again", **BACK)]
+    if stalled:
+        lines.append(Line2D([], [], label="machine stood still", **STALLED))
     axes.legend(handles=patches + lines, fontsize=8, **BESIDE)

@@ -122,6 +122,10 @@ def _footer(report: DemoReport) -> list[Text]:
             f"Load average {report.loads[0]:.1f} before, {report.loads[1]:.1f} after."
         ),
     ]
+    stood = [f"{event.text} at {event.at_s:.0f} s" for event in report.events if event.kind == "stall"]
+    if stood:
+        text = f" This machine stood still, misses near that are not the fleet's: {', '.join(stood)}."
+        lines.append(Text(text, style="yellow"))
     if report.faults:
         lines.append(Text(f" The books do not balance, {len(report.faults)} faults:", style="bold red"))
         lines += [Text(f"   {fault}", style="red") for fault in report.faults[:30]]

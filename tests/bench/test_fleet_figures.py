@@ -18,6 +18,7 @@ from service.bench.fleet_figures import (
     client_faults,
     life_faults,
     scheduler_faults,
+    stalls,
     timeline,
 )
 from service.bench.fleet_plan import DemoSettings, kills_of, phase_at, phases_of, plan_of, rig_settings
@@ -125,6 +126,15 @@ def test_a_dip_is_seen_where_it_was_due() -> None:
     assert dip.back_s is not None
     assert 3.0 <= dip.back_s <= 6.0
     assert dip.lowest < GOOD
+
+
+def test_a_stall_of_the_clients_is_one_event() -> None:
+    seen = [seen_of(planned(n, 0.1 * n)) for n in range(200)]
+    late = [replace(s, lag_s=1.5 - 0.1 * n) for n, s in enumerate(seen[50:60])]
+    (stall,) = stalls([*seen[:50], *late, *seen[60:]])
+    assert stall.at_s == pytest.approx(5.0)
+    assert "1.5 s late" in stall.text
+    assert stalls(seen) == []
 
 
 # --- books ---
