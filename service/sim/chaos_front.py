@@ -94,6 +94,8 @@ class ChaosFront(Front):
         self.cluster.scheduler_lost()
         for record in self.live:
             request = record.request
+            if request.request_id in self._pending:
+                continue  # the scheduler that is gone now was not sent it yet
             if record.output_tokens or request.request_id in self._again:
                 self._end(request.request_id, Outcome.ENGINE_FAILED, Reason.INSTANCE_LOST)
             else:
@@ -159,6 +161,9 @@ class ChaosFront(Front):
             self.declared_down += 1
             self.down(process, f"no progress for {hung.waited_s:.3f} s")
             self.cluster.sever(process)
+        if not self.away and self.scheduler.live and not self.scheduler.instances:
+            allowed_s = self.scheduler.settings.no_instance_s_max + self._watch.period_s
+            assert now_s - self.disturbed_s <= allowed_s, "nobody gives up though no instance is up"
         if now_s < self._quiet_s or self.live or self.cluster.busy:
             self.agenda.at(now_s + self._watch.period_s, self._look)
 

@@ -212,7 +212,6 @@ def take_any_pass(self: PrefillScheduler, instance_id: str, pass_id: int) -> obj
         (PrefillScheduler, "_forget_unheard", forget_nothing),
         (PrefillScheduler, "_over", take_any_pass),
         (PrefillScheduler, "_lose", lambda *_: None),
-        (PrefillScheduler, "_give_up", lambda *_: float("inf")),
         (KvBudget, "fits", lambda *_: True),
         (KvBudget, "release", lambda *_: None),
         (Outliers, "_allowed", lambda *_: 99),
@@ -225,6 +224,23 @@ def test_a_fault_of_the_core_is_found(
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
     assert any(run_seed(seed).error for seed in range(150)), f"{name} is broken and nobody notices"
+
+
+def test_a_scheduler_that_never_gives_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All instances are gone for good while requests wait; nothing wakes anybody but the looks."""
+    schedule = small(ChaosFault("die", 0.1, 0), ChaosFault("die", 0.1, 1), answer=1)
+    assert not run_schedule(schedule).error
+    monkeypatch.setattr(PrefillScheduler, "_give_up", lambda *_: float("inf"))
+    assert "nobody gives up" in run_schedule(schedule).error
+
+
+def test_two_restarts_on_end_lose_nobody_and_answer_nobody_twice() -> None:
+    """The second comes before the requests were sent again: they wait for the third scheduler."""
+    ended, _ = outcomes(
+        ChaosFault("restart", 0.3, for_s=0.02), ChaosFault("restart", 0.34, for_s=0.3), answer=1
+    )
+    assert sum(ended.values()) == 30
+    assert ended["COMPLETED"] > 10
 
 
 def test_a_failure_says_how_to_run_it_again(
