@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TEST_PROCESSES ?= 2
 STAMP := $(VENV)/.installed
 
 .PHONY: setup demo fleet-demo test check chaos-sim lab lab-smoke gpu-check protos clean
@@ -22,8 +23,9 @@ demo: setup
 fleet-demo: setup
 	$(BIN)/plaserve fleet demo
 
+# A file's tests stay in one process, so that what they share is made once.
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile
 
 # Faults by seed, in virtual time, every law checked: some ten minutes on two cores. `make test` runs 500 of them.
 chaos-sim: setup
