@@ -8,19 +8,18 @@ import json
 import signal
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from service.bench.etcd import EtcdError
-from service.bench.fleet_demo import DemoReport, DemoRun, run_demo, to_json
-from service.bench.fleet_plan import DemoSettings
-from service.bench.fleet_rig import RigError
-from service.bench.fleet_view import live_view, plain_line, table_view
 from service.cli.failures import fail
+
+if TYPE_CHECKING:  # the simulator's workloads take a while to load, and every command loads this module
+    from service.bench.fleet_demo import DemoReport, DemoRun
+    from service.bench.fleet_plan import DemoSettings
 
 FOLDER = Path("var/fleet")
 SHORT_S = 60.0
@@ -45,6 +44,11 @@ def demo(
     the active scheduler, a front end and the leading controller are killed with SIGKILL and started again.
     Ends with 1 where the books do not balance. Takes about four minutes.
     """
+    from service.bench.etcd import EtcdError
+    from service.bench.fleet_plan import DemoSettings
+    from service.bench.fleet_rig import RigError
+    from service.bench.fleet_view import table_view
+
     console = Console(highlight=False)
     begin_s = time.monotonic()
     try:
@@ -69,6 +73,9 @@ def demo(
 
 async def _run(settings: DemoSettings, out: Path, console: Console) -> DemoReport:
     """SIGTERM ends it as Ctrl-C does: processes are stopped."""
+    from service.bench.fleet_demo import run_demo
+    from service.bench.fleet_view import live_view
+
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -86,6 +93,8 @@ class _Lines:
         self._next_s = 0.0
 
     def show(self, run: DemoRun, text: str) -> None:
+        from service.bench.fleet_view import plain_line
+
         if text:
             self._console.print(f" {run.clock():5.0f} s  {text}", markup=False)
         elif run.clock() >= self._next_s:
@@ -94,6 +103,7 @@ class _Lines:
 
 
 def _write(report: DemoReport, out: Path) -> None:
+    from service.bench.fleet_demo import to_json
     from service.bench.fleet_plot import draw
 
     data = json.dumps(to_json(report), indent=1, allow_nan=False)
