@@ -110,9 +110,10 @@ async def serve(
         version=metadata.version("plaserve"),
     )
     async with AsyncExitStack() as stack:
-        telemetry = _telemetry(settings, model, loaded)
+        telemetry = telemetry_of(settings)
         telemetry.start()
         stack.callback(telemetry.shutdown)
+        telemetry.serves(model.name, model.backend, loaded.engine.profiles.t_classes)
         event_log = EventLog(record) if record is not None else None
         if event_log is not None:
             stack.callback(event_log.close)
@@ -151,17 +152,18 @@ def _pump(settings: Settings, loaded: LoadedEngine, telemetry: Telemetry, event_
     return Pump(scheduler, [LocalWorker(spec, ThreadRunner(engine))], telemetry.observers, event_log)
 
 
-def _telemetry(settings: Settings, model: ServedModel, loaded: LoadedEngine) -> Telemetry:
+def telemetry_of(settings: Settings, *, metrics: bool = True) -> Telemetry:
+    """Not started yet. metrics: whether they may be served, if the settings say so."""
     options = settings.telemetry
     chosen = TelemetrySettings(
-        enabled=options.metrics,
+        enabled=options.metrics and metrics,
         otlp_endpoint=options.otlp_endpoint,
         sample_ratio=options.sample_ratio,
         service_name=options.service_name,
         metrics_host=options.metrics_host,
         metrics_port=options.metrics_port,
     )
-    return Telemetry(chosen, model.name, model.backend, loaded.engine.profiles.t_classes)
+    return Telemetry(chosen)
 
 
 def _codec(loaded: LoadedEngine) -> TextCodec:

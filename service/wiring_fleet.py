@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from importlib import metadata
@@ -35,9 +35,11 @@ from service.rpc.intake import Intake
 from service.rpc.server import RpcServer
 from service.rpc.text import ByteCodec, TextCodec
 from service.rpc.tls import TlsFiles, channel_opener
+from service.runtime.contract import Observer
 from service.runtime.worker import ThreadRunner
 from service.settings import FleetOptions, Settings, SettingsError
-from service.wiring import STOP_GRACE_S, ServiceBroken, bundle_codec, until_stopped
+from service.telemetry import Telemetry
+from service.wiring import STOP_GRACE_S, ServiceBroken, bundle_codec, telemetry_of, until_stopped
 
 SETTING = "fleet.link"
 _MESSAGES = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
@@ -78,6 +80,7 @@ async def run_worker(settings: Settings, loaded: LoadedEngine, ready: ReadyAt) -
     }
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
+        _telemetry(settings, stack)
         process = WorkerProcess(place, membership, spec, ThreadRunner(engine), facts)
         stack.push_async_callback(process.close)
         await process.start()
@@ -96,15 +99,23 @@ async def run_scheduler(settings: Settings, ready: ReadyAt) -> None:
     place = place_of(settings.fleet, "scheduler")
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
+        telemetry = _telemetry(settings, stack)
+
+        def observe(model: str, backend: str, t_classes: tuple[int, ...]) -> Sequence[Observer]:
+            telemetry.serves(model, backend, t_classes)
+            return telemetry.observers
+
         process = SchedulerProcess(
             place,
             membership,
             lambda: make_scheduler(settings.policy, settings.scheduler),
             settings.policy,
             settings.engine.backend,
+            observe,
         )
         stack.push_async_callback(process.close)
         await process.start()
+        telemetry.bind(process.snapshot)
         await _probed(settings.fleet, lambda: process.works, stack)
         ready(process.address)
         await _until_told()
@@ -129,6 +140,7 @@ async def run_controller(settings: Settings, ready: ReadyAt) -> None:
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
         chosen = ControllerSettings(dry_run=settings.fleet.dry_run)
+        _telemetry(settings, stack)
         process = ControllerProcess(place, membership, make, settings.scheduler, chosen)
         stack.push_async_callback(process.close)
         await process.start()
@@ -142,6 +154,7 @@ async def run_frontend(settings: Settings, ready: ReadyAt) -> int:
     place = place_of(settings.fleet, "frontend")
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
+        _telemetry(settings, stack)
         process = FrontEndProcess(place, membership)
         stack.push_async_callback(process.close)
         await process.start(f"{settings.server.host}:{settings.server.port}")
@@ -179,6 +192,14 @@ async def _opened(options: FleetOptions, stack: AsyncExitStack) -> Membership:
     stack.push_async_callback(membership.close)
     await membership.open()
     return membership
+
+
+def _telemetry(settings: Settings, stack: AsyncExitStack) -> Telemetry:
+    """Started. Several processes share a machine, so metrics are served where a port was named."""
+    made = telemetry_of(settings, metrics="metrics_port" in settings.telemetry.model_fields_set)
+    made.start()
+    stack.callback(made.shutdown)
+    return made
 
 
 async def _probed(options: FleetOptions, works: Callable[[], bool], stack: AsyncExitStack) -> None:

@@ -42,7 +42,7 @@ from service.fleet.membership import (
     Membership,
     MembershipError,
 )
-from service.fleet.reign import Reign, election_of
+from service.fleet.reign import Observe, Reign, election_of
 from service.fleet.remote_runtime import RemoteHandle, RemoteRuntime, RemoteSettings
 from service.fleet.remote_worker import OpenChannel
 from service.fleet.roles import follow_assignment
@@ -51,7 +51,7 @@ from service.fleet.token_link import TokenLink
 from service.fleet.tokens import TokenSettings
 from service.fleet.worker_service import WorkerServicer
 from service.rpc.tls import TlsFiles, listen
-from service.runtime.contract import Observer
+from service.runtime.contract import Observer, Snapshot
 from service.runtime.worker import PassRunner
 
 log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class Rest:
 
 
 class SchedulerProcess:
-    """make: a fresh scheduling core, one a reign."""
+    """make: a fresh scheduling core, one a reign. observe: who hears of a reign's requests and passes."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class SchedulerProcess:
         make: Callable[[], PrefillScheduler],
         policy: str,
         backend: str,
-        observers: Sequence[Observer] = (),
+        observe: Observe = lambda model, backend, t_classes: (),
         link: LinkSettings | None = None,
     ) -> None:
         self._place = place
@@ -216,7 +216,7 @@ class SchedulerProcess:
         self._make = make
         self._policy = policy
         self._backend = backend
-        self._observers = observers
+        self._observe = observe
         self._link = link
         self.gate = SchedulerGate(place.member_id)
         self._port = _Port(place, [self.gate.handlers, self.gate.status_handlers])
@@ -233,6 +233,10 @@ class SchedulerProcess:
         member = Member(self._place.member_id, MemberKind.SCHEDULER, self.address, self._place.shard)
         self._lease = await join(self._membership, member)
         self._running = asyncio.create_task(self._run(), name="election")
+
+    def snapshot(self) -> Snapshot:
+        """Of the present reign, counts begin with it; a standby has nothing."""
+        return self.gate.reign.pump.snapshot() if self.gate.reign is not None else Snapshot.empty()
 
     @property
     def works(self) -> bool:
@@ -261,7 +265,7 @@ class SchedulerProcess:
                 self._place.open_channel,
                 self._backend,
                 self._policy,
-                self._observers,
+                self._observe,
                 self._link,
             )
             log.info("%s leads shard %s, epoch %d", self._place.member_id, shard, leadership.epoch)

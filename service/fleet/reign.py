@@ -37,6 +37,9 @@ def election_of(shard: str) -> str:
     return f"shard-{shard}"
 
 
+Observe = Callable[[str, str, tuple[int, ...]], Sequence[Observer]]  # of a model, a backend and its T-classes
+
+
 def front_end_of(wire_id: str) -> str:
     """Front ends put their name before every wire id."""
     return wire_id.partition("/")[0]
@@ -64,7 +67,7 @@ class Reign:
     open_channel: OpenChannel
     backend: str
     policy: str
-    observers: Sequence[Observer] = ()
+    observe: Observe = lambda model, backend, t_classes: ()
     settings: LinkSettings | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     servicer: SchedulerServicer | None = None
@@ -75,12 +78,11 @@ class Reign:
     _takeovers: int = 0  # of all workers: one that comes back must not see a number again
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _watching: asyncio.Task[None] | None = None
-    _heard: list[Observer] = field(default_factory=list)
+    _heard: list[Observer] = field(default_factory=list)  # the servicer and others, once there is a worker
 
     def __post_init__(self) -> None:
         self.start_s = asyncio.get_running_loop().time()
         self.ended = asyncio.get_running_loop().create_future()
-        self._heard = list(self.observers)  # the servicer joins it when it is there
         self.pump = Pump(self.scheduler, [], self._heard, needs_instance=False)
 
     async def start(self) -> None:
@@ -195,6 +197,7 @@ class Reign:
             str(facts.get("bundle_id", "")),
             spec.capabilities,
         )
+        self._heard.extend(self.observe(identity.model, identity.backend, spec.profiles.t_classes))
         load = LoadReport(self.scheduler, self.epoch, asyncio.get_running_loop().time)
         self.servicer = SchedulerServicer(self.pump, identity, relay=False, load=load)
         self._heard.append(self.servicer)

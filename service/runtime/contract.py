@@ -95,6 +95,12 @@ class Snapshot:
     draining: bool
     instances: tuple[InstanceSnapshot, ...]
 
+    @classmethod
+    def empty(cls) -> Snapshot:
+        """Of who has had no request and knows no instance."""
+        lanes = dict.fromkeys(Lane, 0)
+        return cls(0, {}, 0, 0, lanes, dict(lanes), 0.0, 0, 0, 0, False, ())
+
 
 class Observer(Protocol):
     """Hears what happens; called on the loop, must return at once and never raise."""

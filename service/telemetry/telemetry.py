@@ -16,6 +16,8 @@ from service.runtime.contract import Observer, Snapshot
 from service.telemetry.settings import TelemetrySettings
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from service.telemetry.endpoint import MetricsEndpoint
     from service.telemetry.export import Exporter
     from service.telemetry.gauges import SnapshotCollector
@@ -25,24 +27,23 @@ log = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """`start`, then hand `observers` to the runtime, then `bind` its snapshot; `shutdown` in the end."""
+    """`start`, `serves`, hand `observers` to the runtime, `bind` its snapshot; `shutdown` in the end.
 
-    def __init__(
-        self, settings: TelemetrySettings, model: str, backend: str, t_classes: tuple[int, ...]
-    ) -> None:
+    A process that learns later what it serves, or serves nothing, has an endpoint with what is known before.
+    """
+
+    def __init__(self, settings: TelemetrySettings) -> None:
         self._settings = settings
-        self._model = model
-        self._backend = backend
-        self._t_classes = t_classes
         self._observers: list[Observer] = []
         self._gauges: SnapshotCollector | None = None
         self._endpoint: MetricsEndpoint | None = None
+        self._registry: CollectorRegistry | None = None
         self._exporter: Exporter | None = None
         self._traces: TraceObserver | None = None
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        """After `start`."""
+        """After `serves`."""
         return tuple(self._observers)
 
     @property
@@ -51,14 +52,20 @@ class Telemetry:
         return self._endpoint.port if self._endpoint is not None else 0
 
     def start(self) -> None:
-        """Serve metrics and begin to export. Call on the event loop.
-
-        Raises OSError where the metrics address can't be had.
-        """
+        """Serve metrics. Call on the event loop. Raises OSError where the address can't be had."""
         if self._settings.enabled:
             self._start_metrics()
+
+    def serves(self, model: str, backend: str, t_classes: tuple[int, ...]) -> None:
+        """What the labels say from here on; begins to export traces. Only the first call counts."""
+        if self._observers:
+            return
+        if self._registry is not None:
+            from service.telemetry.metrics import MetricsObserver
+
+            self._observers.append(MetricsObserver(self._registry, model, backend, t_classes))
         if self._settings.otlp_endpoint:
-            self._start_traces()
+            self._start_traces(model, backend)
 
     def bind(self, snapshot: Callable[[], Snapshot]) -> None:
         """Where gauges are read from at scrape time. Call on the event loop of the runtime."""
@@ -86,23 +93,21 @@ class Telemetry:
 
         from service.telemetry.endpoint import MetricsEndpoint
         from service.telemetry.gauges import SnapshotCollector
-        from service.telemetry.metrics import MetricsObserver
 
-        registry = CollectorRegistry()
+        registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        self._observers.append(MetricsObserver(registry, self._model, self._backend, self._t_classes))
         self._gauges = SnapshotCollector()
         registry.register(self._gauges)
         settings = self._settings
         self._endpoint = MetricsEndpoint(registry, settings.metrics_host, settings.metrics_port)
         log.info("metrics on http://%s:%d/metrics", settings.metrics_host, self._endpoint.port)
 
-    def _start_traces(self) -> None:
+    def _start_traces(self, model: str, backend: str) -> None:
         from service.telemetry.export import Exporter
         from service.telemetry.traces import TraceObserver
 
         self._exporter = Exporter(self._settings, metadata.version("plaserve"))
         now_s = asyncio.get_running_loop().time()
-        self._traces = TraceObserver(self._exporter.tracer, self._model, self._backend, now_s)
+        self._traces = TraceObserver(self._exporter.tracer, model, backend, now_s)
         self._observers.append(self._traces)
         log.info("traces to %s", self._settings.otlp_endpoint)

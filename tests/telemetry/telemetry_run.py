@@ -135,8 +135,9 @@ async def watched(
     make_model: Callable[..., SimulatedModel] = SimulatedModel,
 ) -> AsyncIterator[Watched]:
     capabilities, profiles, cost = setting or small_cpu_like()
-    telemetry = Telemetry(settings, MODEL, BACKEND, profiles.t_classes)
+    telemetry = Telemetry(settings)
     telemetry.start()
+    telemetry.serves(MODEL, BACKEND, profiles.t_classes)
     try:
         model = make_model(capabilities, profiles, cost, behaviour)
         spec = InstanceSpec("i0", capabilities, profiles, cost.scaled(TIME_SCALE))
