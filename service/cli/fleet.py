@@ -22,7 +22,7 @@ from rich.text import Text
 
 from protos.plaserve.v1 import fleet_pb2 as pb
 from protos.plaserve.v1.fleet_pb2_grpc import FleetServiceStub
-from service.cli.failures import fail_rpc
+from service.cli.failures import fail, fail_rpc
 from service.cli.fleet_demo import demo
 from service.fleet import CONTROLLER_LISTEN
 
@@ -210,9 +210,20 @@ def _show(answer: Message, as_json: bool, view: Callable[[], Any]) -> None:
         Console().print(view())
 
 
+def _channel(address: str) -> grpc.aio.Channel:
+    """With the certificates of `fleet.link_*`, as one process of the fleet to another."""
+    from service.settings import SettingsError, load_settings
+    from service.wiring_fleet import place_of
+
+    try:
+        return place_of(load_settings().fleet, "cli").open_channel(address)
+    except (SettingsError, ValueError) as error:
+        fail(error)
+
+
 def _ask(address: str, call: Callable[[Any], Coroutine[Any, Any, A]]) -> A:
     async def run() -> A:
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with _channel(address) as channel:
             return await call(FleetServiceStub(channel))  # type: ignore[no-untyped-call]
 
     try:
@@ -224,7 +235,7 @@ def _ask(address: str, call: Callable[[Any], Coroutine[Any, Any, A]]) -> A:
 async def _follow(address: str, interval_s: float) -> AsyncIterator[pb.GetFleetResponse]:
     every = Duration()
     every.FromNanoseconds(round(interval_s * 1e9))
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with _channel(address) as channel:
         stub = FleetServiceStub(channel)  # type: ignore[no-untyped-call]
         async for answer in stub.WatchFleet(pb.WatchFleetRequest(interval=every)):
             yield answer

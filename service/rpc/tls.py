@@ -44,7 +44,7 @@ def is_local(address: str) -> bool:
 def channel_opener(
     tls: TlsFiles | None, setting: str, options: Sequence[tuple[str, Any]] = ()
 ) -> Callable[[str], grpc.aio.Channel]:
-    """What makes channels to addresses. setting: the settings group that holds the files, for errors.
+    """What makes channels to addresses. setting: what the settings of the files begin with, for errors.
 
     It raises ValueError for an address that plain text may not go to, or a file that can't be read.
     """
@@ -87,7 +87,7 @@ def _refuse_plain(address: str, setting: str) -> None:
     if not is_local(address):
         raise ValueError(
             f"{setting}: {address} is not on this machine and without TLS anybody could give orders; set "
-            f"{setting}.authority, {setting}.certificate and {setting}.key"
+            f"{setting}_authority, {setting}_certificate and {setting}_key"
         )
 
 
@@ -95,4 +95,4 @@ def _read(path: Path, setting: str, name: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{setting}.{name}: {path}: {error.strerror}") from error
+        raise ValueError(f"{setting}_{name}: {path}: {error.strerror}") from error

@@ -42,15 +42,15 @@ async def test_plain_text_goes_nowhere_but_to_this_machine(address: str, local: 
         await channel_opener(None, SETTING)(address).close()
         return
     for refused in (channel_opener(None, SETTING), lambda a: listen(grpc.aio.server(), a, None, SETTING)):
-        with pytest.raises(ValueError, match=r"^fleet\.tls: .*set fleet\.tls\.authority"):
+        with pytest.raises(ValueError, match=r"^fleet\.tls: .*set fleet\.tls_authority"):
             refused(address)
 
 
 async def test_a_file_that_is_missing_is_named_by_its_setting(tmp_path: Path) -> None:
     files = TlsFiles(tmp_path / "ca.pem", tmp_path / "own.pem", tmp_path / "own.key")
-    with pytest.raises(ValueError, match=r"fleet\.tls\.authority: .*ca\.pem: No such file"):
+    with pytest.raises(ValueError, match=r"fleet\.tls_authority: .*ca\.pem: No such file"):
         channel_opener(files, SETTING)("10.0.0.7:1")
-    with pytest.raises(ValueError, match=r"fleet\.tls\.key: .*own\.key"):
+    with pytest.raises(ValueError, match=r"fleet\.tls_key: .*own\.key"):
         listen(grpc.aio.server(), "127.0.0.1:0", files, SETTING)
 
 
