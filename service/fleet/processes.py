@@ -45,6 +45,7 @@ from service.fleet.membership import (
 from service.fleet.reign import Observe, Reign, election_of
 from service.fleet.remote_runtime import RemoteHandle, RemoteRuntime, RemoteSettings
 from service.fleet.remote_worker import OpenChannel
+from service.fleet.rest import Rest
 from service.fleet.roles import follow_assignment
 from service.fleet.scheduler_link import GrpcSchedulerLink, Welcome
 from service.fleet.token_link import TokenLink
@@ -176,26 +177,6 @@ class WorkerProcess:
     async def _take_role(self, role: Role) -> None:
         """One engine serves both lanes: a role is what the scheduler prefers to send here."""
         self.servicer.set_role(role)
-
-
-class Rest:
-    """How long a scheduler stays out of elections after a reign that ended by itself.
-
-    A core that fails at once would else be elected again at once, for ever, and the standby hardly ever. Each
-    such reign in a row doubles the rest; one that lasted `LASTING_S` is followed by none.
-    """
-
-    LASTING_S, FIRST_S, LONGEST_S = 10.0, 0.5, 15.0
-
-    def __init__(self) -> None:
-        self._next_s = self.FIRST_S
-
-    def after(self, lasted_s: float) -> float:
-        if lasted_s >= self.LASTING_S:
-            self._next_s = self.FIRST_S
-            return 0.0
-        rest_s, self._next_s = self._next_s, min(2.0 * self._next_s, self.LONGEST_S)
-        return rest_s
 
 
 class SchedulerProcess:

@@ -11,8 +11,8 @@ from test_processes import fleet, read, submit, until
 
 from service.core.types import Outcome
 from service.fleet import processes
-from service.fleet.processes import Rest
 from service.fleet.reign import Reign
+from service.fleet.rest import Rest
 
 
 @given(st.lists(st.floats(0.0, 60.0), max_size=40))
