@@ -1,7 +1,7 @@
 """How long a scheduler stays out of elections after a reign that ended by itself.
 
-A core that fails at once would else be elected again at once, for ever, and the standby hardly ever. Each such
-reign in a row doubles the rest; one that lasted is followed by none.
+A core that fails at once would else be elected again at once, for ever, and the standby hardly ever. Each
+such reign in a row doubles the rest; one that lasted is followed by none.
 """
 
 from __future__ import annotations
