@@ -7,6 +7,7 @@ one). Membership `memory` is for one process and so of no use here: it is refuse
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -16,10 +17,12 @@ from pathlib import Path
 
 from engines.catalog import LoadedEngine
 from service.core.reconcile import Controller
+from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec
 from service.fleet import CONTROLLER_LISTEN
 from service.fleet.backends import make_membership
 from service.fleet.controller import ControllerSettings
+from service.fleet.health import LinkSettings
 from service.fleet.membership import Membership
 from service.fleet.probe import HealthPort
 from service.fleet.processes import (
@@ -58,6 +61,20 @@ def place_of(options: FleetOptions, kind: str) -> Place:
     return Place(member_id, options.shard, options.listen, opener, options.advertise, tls)
 
 
+def link_of(scheduler: SchedulerSettings) -> LinkSettings:
+    """The worker link with the operator's rule of when a pass hangs."""
+    usual, factor = LinkSettings(), scheduler.hang_ratio
+    floor_s = scheduler.hang_s_min if factor else math.inf
+    factor = factor or usual.hung_factor
+    return replace(
+        usual,
+        suspect_factor=min(usual.suspect_factor, factor),
+        suspect_s_min=min(usual.suspect_s_min, floor_s),
+        hung_factor=factor,
+        hung_s_min=floor_s,
+    )
+
+
 def membership_of(options: FleetOptions) -> Membership:
     """Not opened yet. Raises SettingsError, OSError for certificates that can't be read."""
     if options.membership != "etcd":
@@ -81,7 +98,9 @@ async def run_worker(settings: Settings, loaded: LoadedEngine, ready: ReadyAt) -
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
         _telemetry(settings, stack)
-        process = WorkerProcess(place, membership, spec, ThreadRunner(engine), facts)
+        process = WorkerProcess(
+            place, membership, spec, ThreadRunner(engine), facts, link_of(settings.scheduler)
+        )
         stack.push_async_callback(process.close)
         await process.start()
         await _probed(settings.fleet, lambda: process.servicer.works, stack)
@@ -112,6 +131,7 @@ async def run_scheduler(settings: Settings, ready: ReadyAt) -> None:
             settings.policy,
             settings.engine.backend,
             observe,
+            link_of(settings.scheduler),
         )
         stack.push_async_callback(process.close)
         await process.start()

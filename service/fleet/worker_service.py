@@ -155,9 +155,9 @@ class WorkerServicer:
 
     def _empty(self) -> bool:
         """Nothing is here and nothing can be on its way: what a scheduler sent before it knew of the drain
-        came before its acknowledgement."""
+        came before its acknowledgement. One without a stream sends elsewhere what was for here."""
         session = self._session
-        heard = session is None or (session.settled and not len(session.outbox))
+        heard = session is None or session.stream is None or (session.settled and not len(session.outbox))
         idle = heard and not self._held and self._local.running is None and self.book.idle
         return idle or self.failed.done()
 

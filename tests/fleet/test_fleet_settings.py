@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from service.core.settings import SchedulerSettings
 from service.fleet.backends import make_membership
 from service.fleet.etcd import EtcdStore
+from service.fleet.health import Health
 from service.fleet.membership import Member, MemberKind
 from service.fleet.memory import MemoryFleet, MemoryStore
 from service.fleet.settings import FleetSettings
+from service.wiring_fleet import link_of
 
 
 @pytest.mark.parametrize(
@@ -70,3 +74,12 @@ async def test_the_backend_is_the_one_that_is_named(tmp_path: Path) -> None:
     assert isinstance(make_membership(etcd)._store, EtcdStore)
     with pytest.raises(FileNotFoundError):
         make_membership(FleetSettings(membership="etcd", tls=True, tls_ca=tmp_path / "missing.pem"))
+
+
+@pytest.mark.parametrize(("ratio", "floor_s"), [(30.0, 10.0), (2.0, 0.5), (0.0, 10.0)])
+def test_the_rule_of_hangs_is_the_schedulers(ratio: float, floor_s: float) -> None:
+    link = link_of(replace(SchedulerSettings(), hang_ratio=ratio, hang_s_min=floor_s))
+    for predicted_s in (0.0, 0.01, 3.0):
+        limit_s = max(floor_s, ratio * predicted_s) if ratio else 1e6
+        assert link.verdict(predicted_s, 0.99 * limit_s) is not Health.HUNG
+        assert (link.verdict(predicted_s, 1.01 * limit_s) is Health.HUNG) is bool(ratio)
