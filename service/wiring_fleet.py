@@ -115,6 +115,7 @@ async def run_worker(settings: Settings, loaded: LoadedEngine, ready: ReadyAt) -
 
 
 async def run_scheduler(settings: Settings, ready: ReadyAt) -> None:
+    """Raises ServiceBroken when it can't stand for election any more."""
     place = place_of(settings.fleet, "scheduler")
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
@@ -138,11 +139,13 @@ async def run_scheduler(settings: Settings, ready: ReadyAt) -> None:
         telemetry.bind(process.snapshot)
         await _probed(settings.fleet, lambda: process.works, stack)
         ready(process.address)
-        await _until_told()
+        await until_stopped(asyncio.Event(), process.failed)
+        if process.failed.done():
+            raise ServiceBroken(process.failed.result())
 
 
 async def run_controller(settings: Settings, ready: ReadyAt) -> None:
-    """Raises SettingsError for a policy that moves no roles."""
+    """Raises SettingsError for a policy that moves no roles, ServiceBroken when its loop ends."""
     if make_controller(settings.policy, settings.scheduler) is None:
         raise SettingsError(
             f"policy: {settings.policy} moves no instances in scheduler.mode {settings.scheduler.mode}; "
@@ -166,7 +169,9 @@ async def run_controller(settings: Settings, ready: ReadyAt) -> None:
         await process.start()
         await _probed(settings.fleet, lambda: process.works, stack)
         ready(process.address)
-        await _until_told()
+        await until_stopped(asyncio.Event(), process.failed)
+        if process.failed.done():
+            raise ServiceBroken(process.failed.result())
 
 
 async def run_frontend(settings: Settings, ready: ReadyAt) -> int:

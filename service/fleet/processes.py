@@ -16,6 +16,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from uuid import uuid4
 
 import grpc
@@ -179,8 +180,16 @@ class WorkerProcess:
         self.servicer.set_role(role)
 
 
+def _tell_failure(failed: asyncio.Future[str], task: asyncio.Task[None]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not failed.done():
+        log.error("the process can't go on", exc_info=error)
+        failed.set_result(f"{type(error).__name__}: {error}")
+
+
 class SchedulerProcess:
-    """make: a fresh scheduling core, one a reign. observe: who hears of a reign's requests and passes."""
+    """failed: set to the reason once its loop can't go on. make: a fresh scheduling core, one a reign.
+    observe: who hears of a reign's requests and passes."""
 
     def __init__(
         self,
@@ -203,6 +212,7 @@ class SchedulerProcess:
         self._port = _Port(place, [self.gate.handlers, self.gate.status_handlers])
         self._lease: Lease | None = None
         self._running: asyncio.Task[None] | None = None
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.reigns = 0
 
     @property
@@ -214,6 +224,7 @@ class SchedulerProcess:
         member = Member(self._place.member_id, MemberKind.SCHEDULER, self.address, self._place.shard)
         self._lease = await join(self._membership, member)
         self._running = asyncio.create_task(self._run(), name="election")
+        self._running.add_done_callback(partial(_tell_failure, self.failed))
 
     def snapshot(self) -> Snapshot:
         """Of the present reign, counts begin with it; a standby has nothing."""
@@ -340,7 +351,7 @@ class FrontEndProcess:
 
 
 class ControllerProcess:
-    """make: a fresh pure controller, one a shard."""
+    """failed: set to the reason once its loop can't go on. make: a fresh pure controller, one a shard."""
 
     def __init__(
         self,
@@ -359,6 +370,7 @@ class ControllerProcess:
         )
         self._port = _Port(place, [servicer.handlers])
         self._running: asyncio.Task[None] | None = None
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
     def address(self) -> str:
@@ -367,6 +379,7 @@ class ControllerProcess:
     async def start(self) -> None:
         await self._port.start()
         self._running = asyncio.create_task(self.controller.run(), name="controller")
+        self._running.add_done_callback(partial(_tell_failure, self.failed))
 
     @property
     def works(self) -> bool:

@@ -147,8 +147,9 @@ class WorkerServicer:
             self._say_leaving()
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._empty():  # noqa: ASYNC110 - of four parts that know nothing of this
+                while not self._empty():
                     await asyncio.sleep(DRAIN_LOOK_S)
+                    self._cut_off_slow()  # a front end that is gone reads nothing any more
         except TimeoutError:
             log.warning("%s: %d requests are cut off", self.spec.instance_id, len(self._held))
         return len(self._held)

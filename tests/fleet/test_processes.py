@@ -18,6 +18,7 @@ from engines.types import EngineRequest
 from protos.plaserve.v1 import fleet_pb2 as pb
 from protos.plaserve.v1.fleet_pb2_grpc import FleetServiceStub
 from service.core.reconcile import Controller, FleetView, MoveReason, RoleMove
+from service.core.scheduler import PrefillScheduler
 from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec, Outcome, Request, Role
 from service.fleet.health import LinkSettings
@@ -240,6 +241,23 @@ async def test_a_standby_takes_over_and_unseen_requests_go_on() -> None:
         books(made)
 
 
+async def test_a_scheduler_that_can_not_make_a_core_says_so_and_ends() -> None:
+    """Its process ends then, for a supervisor to start a fresh one."""
+
+    def broken() -> PrefillScheduler:
+        raise RuntimeError("injected")
+
+    made = Fleet()
+    membership = await made.membership()
+    process = SchedulerProcess(made.place("s0"), membership, broken, "plaserve", "simulated", link=LINK)
+    await process.start()
+    try:
+        assert await asyncio.wait_for(process.failed, 20) == "RuntimeError: injected"
+        assert not process.works
+    finally:
+        await process.close()
+
+
 async def test_a_role_is_carried_out_reported_and_known_to_the_core() -> None:
     async with fleet() as made:
         made.wants.moves = (RoleMove("w1", Role.SP, MoveReason.PRESSURE, 0.8, 0.2),)
@@ -299,6 +317,21 @@ async def test_a_worker_that_is_drained_under_load_ends_what_it_holds() -> None:
         assert [len(tokens) for tokens, _ in ended] == [20] * 24 + [4] * 24
         assert made.used() == {"w0", "w2"}
         books(made)
+
+
+async def test_a_drain_does_not_wait_for_a_front_end_that_is_gone() -> None:
+    async with fleet(workers=1, front_ends=1) as made:
+        reading = asyncio.create_task(read(submit(made.front_ends["fe0"], "long", 60, 400)))
+        await until(lambda: made.workers["w0"].servicer.book.kept(made.front_ends["fe0"].name) > 0)
+        gone = made.front_ends.pop("fe0")
+        await gone.close()
+        for scheduler in list(made.schedulers.values()):
+            await scheduler.close()
+        made.schedulers.clear()
+        await asyncio.gather(reading, return_exceptions=True)
+        async with asyncio.timeout(20):
+            await made.workers["w0"].drain(30.0)
+        assert made.workers["w0"].servicer.book.idle
 
 
 async def test_a_drain_that_takes_too_long_says_how_many_requests_it_cut_off() -> None:
