@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TEST_PROCESSES ?= 2
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo fleet-demo test check chaos-sim lab lab-smoke gpu-check protos clean
+.PHONY: setup demo fleet-demo test check chaos-sim chart-check lab lab-smoke gpu-check protos clean
 
 setup: $(STAMP)
 
@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/plaserve demo
 
-# Fifteen processes and etcd under load, some of them killed: about four minutes.
+# Twelve processes and etcd under load, some of them killed: about four minutes.
 fleet-demo: setup
 	$(BIN)/plaserve fleet demo
 
@@ -30,6 +30,11 @@ test: setup
 # Faults by seed, in virtual time, every law checked: some ten minutes on two cores. `make test` runs 500 of them.
 chaos-sim: setup
 	$(BIN)/python -m service.sim.chaos --seeds 0:5000 --calm
+
+# The Helm chart and container files, rendered and checked without a cluster. What it installs is 400 MB.
+chart-check: setup
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[deploy]'
+	$(BIN)/python -m pytest -q tests/deploy
 
 # The lab: a minute to see that it works, or half an hour for its page (docs/lab.md).
 lab-smoke: setup
