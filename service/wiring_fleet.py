@@ -103,7 +103,7 @@ async def run_worker(settings: Settings, loaded: LoadedEngine, ready: ReadyAt) -
         )
         stack.push_async_callback(process.close)
         await process.start()
-        await _probed(settings.fleet, lambda: process.servicer.works, stack)
+        await _probed(settings.fleet, lambda: process.servicer.engine.works, stack)
         ready(process.address)
         stop = asyncio.Event()
         process.drained.add_done_callback(lambda _: stop.set())

@@ -1,6 +1,6 @@
 """WorkerService: an instance of this process, obeyed by the scheduler of the highest epoch.
 
-The instance is a `LocalWorker`, as in one process; this puts its commands and events on a stream (`link` says
+The instance is a `WorkerEngine`; this puts its commands and events on a stream (`link` says
 how they survive a break) and its tokens on others (`tokens`).
 
 A takeover (a higher epoch, or a new use by the same scheduler) ends what was before: the old stream hears
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -24,19 +23,14 @@ from uuid import uuid4
 import grpc
 import grpc.aio
 
-from engines.types import BlocksStored, FinishReason, KvEvent
 from protos.plaserve.v1 import worker_pb2 as pb
-from service.core.pricing import Pricer
 from service.core.slot import SlotError
 from service.core.types import (
     Event,
     InstanceDown,
     InstanceSpec,
-    KvChanged,
     PassFailed,
     PassFinished,
-    PassRevoked,
-    PassStarted,
     Role,
     RoleChanged,
 )
@@ -45,18 +39,17 @@ from service.fleet.convert import (
     describe,
     duration_of,
     events_of,
-    read_pass,
-    read_requests,
     read_role,
     seconds_of,
     statistics_of,
 )
-from service.fleet.health import Health, LinkSettings
+from service.fleet.health import LinkSettings
 from service.fleet.link import PROTOCOL_VERSION, SERVICE, Caller, Claim, Fence, LinkBroken, as_bytes, lenient
 from service.fleet.token_service import TokenServicer
-from service.fleet.tokens import TokenBook, TokenSettings
+from service.fleet.tokens import TokenSettings
+from service.fleet.worker_engine import WorkerEngine, now_s
 from service.fleet.worker_session import Session, Stream
-from service.runtime.worker import LocalWorker, PassRunner
+from service.runtime.worker import PassRunner
 
 log = logging.getLogger(__name__)
 
@@ -82,42 +75,21 @@ class WorkerServicer:
         loop = asyncio.get_running_loop()
         self.spec = spec
         self.boot_id = uuid4().hex
-        self.book = TokenBook(tokens)
-        self._tokens = TokenServicer(self.book, self.boot_id)
-        self.failed: asyncio.Future[str] = loop.create_future()
-        self.drained: asyncio.Future[str] = loop.create_future()
         self._settings = settings or LinkSettings()
+        self.engine = WorkerEngine(spec, runner, self._settings, tokens, self._event)
+        self.failed = self.engine.failed
+        self._tokens = TokenServicer(self.engine.book, self.boot_id)
+        self.leaving: asyncio.Future[str] = loop.create_future()
+        self.drained: asyncio.Future[str] = loop.create_future()
         self._manifest_json = manifest_json
-        self._pricer = Pricer(spec.cost, spec.profiles)
-        self._local = LocalWorker(spec, runner)
-        self._local.connect(self._event)
         self._fence = Fence()
         self._session: Session | None = None
         self._orphan: asyncio.TimerHandle | None = None
-        self._held: dict[str, None] = {}  # requests that the engine knows, or will with a staged pass
-        self._brings: dict[int, tuple[str, ...]] = {}  # staged pass -> requests that are new with it
-        self.leaving: asyncio.Future[str] = loop.create_future()
-        self._cached: dict[int, None] = {}  # blocks that the prefix cache holds, oldest first
-        self._running_since_s: float | None = None
 
     @property
     def epoch(self) -> int:
         """Of the scheduler that is obeyed; 0 before any."""
         return self._fence.epoch
-
-    @property
-    def works(self) -> bool:
-        """False once the engine failed, or a pass runs past the limit at which a scheduler gives it up."""
-        running, since_s = self._local.running, self._running_since_s
-        if self.failed.done() or running is None or since_s is None:
-            return not self.failed.done()
-        sizes = [(item.new_tokens, item.history) for item in running.items]
-        predicted_s = self._pricer.pass_s(sizes) / running.layer_blocks
-        return self._settings.verdict(predicted_s, _now_s() - since_s) is not Health.HUNG
-
-    @property
-    def held(self) -> tuple[str, ...]:
-        return tuple(self._held)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For `Server.add_generic_rpc_handlers`. Bytes that are no message reach the methods as None."""
@@ -151,16 +123,15 @@ class WorkerServicer:
                     await asyncio.sleep(DRAIN_LOOK_S)
                     self._cut_off_slow()  # a front end that is gone reads nothing any more
         except TimeoutError:
-            log.warning("%s: %d requests are cut off", self.spec.instance_id, len(self._held))
-        return len(self._held)
+            log.warning("%s: %d requests are cut off", self.spec.instance_id, len(self.engine.held))
+        return len(self.engine.held)
 
     def _empty(self) -> bool:
         """Nothing is here and nothing can be on its way: what a scheduler sent before it knew of the drain
         came before its acknowledgement. One without a stream sends elsewhere what was for here."""
         session = self._session
         heard = session is None or session.stream is None or (session.settled and not len(session.outbox))
-        idle = heard and not self._held and self._local.running is None and self.book.idle
-        return idle or self.failed.done()
+        return (heard and self.engine.idle) or self.failed.done()
 
     def _say_leaving(self) -> None:
         if self.leaving.done() and self._session is not None and self._session.settled:
@@ -184,7 +155,7 @@ class WorkerServicer:
         if self._session is not None and self._session.stream is not None:
             self._session.stream.end()
         self._session = None
-        await self._local.close()
+        await self.engine.close()
 
     # --- the control stream ---
 
@@ -216,20 +187,19 @@ class WorkerServicer:
         if session is not None and session.stream is not None:
             session.stream.end(self._stale(f"{caller.scheduler_id} has epoch {caller.epoch}"))
         self._session = Session(caller)
-        if self._local.staged is not None:
-            self._local.revoke(self._local.staged.pass_id)  # unheard: the new session is not settled
+        self.engine.revoke_staged()  # unheard: the new session is not settled
         return self._session
 
     def _ready(self, claim: Claim, session: Session) -> pb.WorkerReady:
-        running = self._local.running
+        running = self.engine.running
         ready = pb.WorkerReady(
             manifest_json=self._manifest_json,
             boot_id=self.boot_id,
             protocol_version=PROTOCOL_VERSION,
             resumed=claim is Claim.RESUME and session.settled,
             running_pass_id=running.pass_id if running is not None else 0,
-            held_request_ids=self._held,
-            statistics=statistics_of(self._local.stats()),
+            held_request_ids=self.engine.held,
+            statistics=statistics_of(self.engine.stats()),
         )
         describe(self.spec, ready)
         return ready
@@ -279,11 +249,11 @@ class WorkerServicer:
         while not stream.over.is_set():
             await asyncio.sleep(self._settings.heartbeat_s)
             self._cut_off_slow()
-            running = self._local.running
-            progress = pb.Progress(statistics=statistics_of(self._local.stats()))
-            if running is not None and self._running_since_s is not None:
+            running, running_s = self.engine.running, self.engine.running_s
+            progress = pb.Progress(statistics=statistics_of(self.engine.stats()))
+            if running is not None and running_s is not None:
                 progress.running_pass_id = running.pass_id
-                progress.running_duration.CopyFrom(duration_of(_now_s() - self._running_since_s))
+                progress.running_duration.CopyFrom(duration_of(running_s))
             session.say(pb.ControlResponse(progress=progress))
 
     # --- commands ---
@@ -293,50 +263,38 @@ class WorkerServicer:
             case "dispatch":
                 if not session.settled:
                     raise BadMessage("ControlRequest.dispatch: before Settled; send Settle and wait")
-                self._dispatch(message.dispatch)
+                self.engine.dispatch(message.dispatch)
             case "revoke":
-                self._local.revoke(message.revoke.pass_id)
+                self.engine.revoke(message.revoke.pass_id)
             case "abort":
-                self._abort(message.abort.request_id)
+                self.engine.abort(message.abort.request_id)
             case "settle":
                 session.keep = frozenset(message.settle.keep_request_ids)
-                for request_id in [r for r in self._held if r not in session.keep]:
-                    self._abort(request_id)
+                for request_id in self.engine.held:
+                    if request_id not in session.keep:
+                        self.engine.abort(request_id)
                 self._settle()
             case "set_role":
                 self.spec = replace(self.spec, role=read_role(message.set_role.role))
             case other:
                 log.warning("a command that is not known here is ignored (%s)", other)
 
-    def _dispatch(self, message: pb.DispatchPass) -> None:
-        pass_, new = read_pass(message), read_requests(message)
-        for request, front_end in new:
-            self._held[request.request_id] = None
-            self.book.begin(request.request_id, front_end, _now_s())
-        self._brings[pass_.pass_id] = tuple(request.request_id for request, _ in new)
-        self._local.dispatch(pass_, [request for request, _ in new], staged=message.staged)
-
-    def _abort(self, request_id: str) -> None:
-        self._held.pop(request_id, None)
-        self.book.end(request_id)
-        self._local.abort(request_id)
-
     def _settle(self) -> None:
         """Say Settled as soon as nothing runs that this scheduler did not ask for."""
         session = self._session
-        if session is None or session.settled or session.keep is None or self._local.running is not None:
+        if session is None or session.settled or session.keep is None or self.engine.running is not None:
             return
         session.settled = True
         session.send(pb.ControlResponse(settled=pb.Settled()))
-        if self._cached:
-            self._send(session, KvChanged(self.spec.instance_id, (BlocksStored(tuple(self._cached)),)))
+        cached = self.engine.cached()
+        if cached is not None:
+            self._send(session, cached)
         self._say_leaving()
 
     # --- events ---
 
     def _event(self, event: Event) -> None:
         """What the instance says, on its way to whom it may concern."""
-        self._note(event)
         session = self._session
         if session is not None and (session.settled or isinstance(event, InstanceDown)):
             self._send(session, event)
@@ -348,49 +306,10 @@ class WorkerServicer:
         for message in events_of(event):
             session.send(message)
 
-    def _note(self, event: Event) -> None:
-        match event:
-            case PassStarted(_, pass_id):
-                self._brings.pop(pass_id, None)
-                self._running_since_s = _now_s()
-            case PassFinished(_, result):
-                self._running_since_s = None
-                for item in result.items:
-                    if item.token is not None:
-                        self._token(item.request_id, item.token, item.finish)
-            case PassFailed(_, _, lost, _):
-                self._running_since_s = None
-                for request_id in lost:
-                    self._held.pop(request_id, None)
-                    self.book.end(request_id)
-            case PassRevoked(_, pass_id):
-                for request_id in self._brings.pop(pass_id, ()):
-                    self._held.pop(request_id, None)
-                    self.book.end(request_id)
-            case KvChanged(_, events):
-                self._note_blocks(events)
-            case InstanceDown(_, error):
-                self.failed.set_result(error)
-            case _:
-                pass
-
-    def _token(self, request_id: str, token: int, finish: FinishReason | None) -> None:
-        self.book.add(request_id, token, finish)
-        if finish is not None:
-            self._held.pop(request_id, None)
-
-    def _note_blocks(self, events: Sequence[KvEvent]) -> None:
-        for event in events:
-            for block_hash in event.block_hashes:
-                if isinstance(event, BlocksStored):
-                    self._cached[block_hash] = None
-                else:
-                    self._cached.pop(block_hash, None)
-
     def _cut_off_slow(self) -> None:
-        for front_end, reason in self.book.overdue(_now_s()):
+        for front_end, reason in self.engine.book.overdue(now_s()):
             log.warning("%s; its requests end", reason)
-            ids = self.book.cut(front_end)
+            ids = self.engine.book.cut(front_end)
             if self._session is not None and self._session.settled:
                 cut = pb.FrontEndCut(front_end=front_end, request_ids=ids, reason=reason)
                 self._session.send(pb.ControlResponse(front_end_cut=cut))
@@ -410,12 +329,13 @@ class WorkerServicer:
     def _orphaned(self) -> None:
         self._session = None  # it can't be resumed
         log.warning(
-            "no scheduler for %.1f s: %d requests are given up", self._settings.orphan_s, len(self._held)
+            "no scheduler for %.1f s: %d requests are given up",
+            self._settings.orphan_s,
+            len(self.engine.held),
         )
-        if self._local.staged is not None:
-            self._local.revoke(self._local.staged.pass_id)
-        for request_id in list(self._held):
-            self._abort(request_id)
+        self.engine.revoke_staged()
+        for request_id in self.engine.held:
+            self.engine.abort(request_id)
 
     def _stale(self, why: str) -> pb.ControlResponse:
         return pb.ControlResponse(
@@ -441,7 +361,3 @@ def _caller(message: pb.ControlRequest | None) -> tuple[Caller, int]:
 async def _write(stream: Stream, context: Context) -> None:
     while (message := await stream.queue.get()) is not None:
         await context.write(message)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -180,6 +180,7 @@ class Pump:
         runtime disagree about the state of the world: see `broken`.
         """
         now_s = self._now()
+        finished = self._finished(event)
         try:
             self._note(event, now_s)
             self.scheduler.on_event(event, now_s)
@@ -190,8 +191,8 @@ class Pump:
             return
         if self._event_log is not None:
             self._event_log.event(now_s, event)
-        if isinstance(event, PassFinished):
-            self._end_finished(event.result)
+        for request_id in finished:
+            self._end(request_id, Outcome.COMPLETED)
         if isinstance(event, InstanceDown) and self._needs_instance and not self.scheduler.instances:
             self._set_broken(f"no instance is left ({event.error})")
         self._poll_soon()
@@ -356,10 +357,12 @@ class Pump:
         record.last_token_s = now_s
         handle.put(Token(token_id))
 
-    def _end_finished(self, result: PassResult) -> None:
-        for item in result.items:
-            if item.finish is not None:
-                self._end(item.request_id, Outcome.COMPLETED)
+    def _finished(self, event: Event) -> list[str]:
+        """Requests that end with it; not those that the core has ended before and will say so."""
+        if not isinstance(event, PassFinished):
+            return []
+        live = self.scheduler.live
+        return [i.request_id for i in event.result.items if i.finish is not None and i.request_id in live]
 
     def _end(
         self,

@@ -55,15 +55,15 @@ async def test_a_worker_whose_pass_hangs_does_not_work_until_it_ends() -> None:
 
     async with a_worker(settings=hasty, runner=slow) as worker, a_remote(worker.address) as remote:
         await remote.start()
-        assert worker.servicer.works
+        assert worker.servicer.engine.works
         heard, request = Heard(remote), engine_request("r", answer=1)
         remote.dispatch(prefill(1, request), [request], staged=False)
-        await until(lambda: not worker.servicer.works)
+        await until(lambda: not worker.servicer.engine.works)
         await heard.until(PassFinished)
-        assert worker.servicer.works
+        assert worker.servicer.engine.works
 
 
 async def test_a_worker_whose_engine_failed_does_not_work() -> None:
     async with a_worker() as worker:
         worker.servicer.failed.set_result("injected")
-        assert not worker.servicer.works
+        assert not worker.servicer.engine.works

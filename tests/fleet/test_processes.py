@@ -184,7 +184,7 @@ async def test_requests_of_two_front_ends_are_spread_and_answered() -> None:
         assert Counter(record.outcome for _, record in ended) == {Outcome.COMPLETED: 40}
         for (tokens, record), handle in zip(ended, handles, strict=True):
             assert len(tokens) == handle.record.request.max_new_tokens == record.output_tokens
-        passes = {name: worker.servicer.held for name, worker in made.workers.items()}
+        passes = {name: worker.servicer.engine.held for name, worker in made.workers.items()}
         assert passes == {"w0": (), "w1": (), "w2": ()}  # nothing is left anywhere
         books(made)
 
@@ -201,8 +201,8 @@ async def test_a_worker_that_dies_costs_only_what_it_had_begun_to_answer() -> No
     async with fleet() as made:
         front_end = made.front_ends["fe0"]
         handles = [submit(front_end, f"r{n}", 300, 20) for n in range(12)]
-        await until(lambda: any(worker.servicer.held for worker in made.workers.values()))
-        name = next(name for name, worker in made.workers.items() if worker.servicer.held)
+        await until(lambda: any(worker.servicer.engine.held for worker in made.workers.values()))
+        name = next(name for name, worker in made.workers.items() if worker.servicer.engine.held)
         dead = made.workers.pop(name)
         await dead._port.stop(0)
         await dead.servicer.close()  # its lease stays: nobody said goodbye
@@ -300,7 +300,7 @@ async def test_a_worker_that_is_drained_under_load_ends_what_it_holds() -> None:
     async with fleet() as made:
         front_end = made.front_ends["fe0"]
         reading = [asyncio.create_task(read(submit(front_end, f"r{n}", 300, 20))) for n in range(24)]
-        await until(lambda: bool(made.workers["w1"].servicer.held))
+        await until(lambda: bool(made.workers["w1"].servicer.engine.held))
         drained = asyncio.create_task(ask_to_drain(made, "w1", 30.0))
         for n in range(24):
             reading.append(asyncio.create_task(read(submit(front_end, f"later{n}", 80, 4))))
@@ -308,7 +308,7 @@ async def test_a_worker_that_is_drained_under_load_ends_what_it_holds() -> None:
         assert (await drained).unfinished_count == 0
         leaving = made.workers.pop("w1")
         assert leaving.drained.done()
-        assert leaving.servicer.held == ()
+        assert leaving.servicer.engine.held == ()
         shown = leaving._membership.snapshot().members["w1"].facts
         assert shown["draining"] == "me asked for a drain"
         await leaving.close()
@@ -322,7 +322,7 @@ async def test_a_worker_that_is_drained_under_load_ends_what_it_holds() -> None:
 async def test_a_drain_does_not_wait_for_a_front_end_that_is_gone() -> None:
     async with fleet(workers=1, front_ends=1) as made:
         reading = asyncio.create_task(read(submit(made.front_ends["fe0"], "long", 60, 400)))
-        await until(lambda: made.workers["w0"].servicer.book.kept(made.front_ends["fe0"].name) > 0)
+        await until(lambda: made.workers["w0"].servicer.engine.book.kept(made.front_ends["fe0"].name) > 0)
         gone = made.front_ends.pop("fe0")
         await gone.close()
         for scheduler in list(made.schedulers.values()):
@@ -331,13 +331,13 @@ async def test_a_drain_does_not_wait_for_a_front_end_that_is_gone() -> None:
         await asyncio.gather(reading, return_exceptions=True)
         async with asyncio.timeout(20):
             await made.workers["w0"].drain(30.0)
-        assert made.workers["w0"].servicer.book.idle
+        assert made.workers["w0"].servicer.engine.book.idle
 
 
 async def test_a_drain_that_takes_too_long_says_how_many_requests_it_cut_off() -> None:
     async with fleet(workers=1) as made:
         reading = asyncio.create_task(read(submit(made.front_ends["fe0"], "long", 60, 4000)))
-        await until(lambda: bool(made.workers["w0"].servicer.held))
+        await until(lambda: bool(made.workers["w0"].servicer.engine.held))
         assert (await ask_to_drain(made, "w0", 0.1)).unfinished_count == 1
         reading.cancel()
 
@@ -345,8 +345,8 @@ async def test_a_drain_that_takes_too_long_says_how_many_requests_it_cut_off() -
 async def test_the_next_scheduler_hears_that_a_worker_drains() -> None:
     async with fleet() as made:
         reading = asyncio.create_task(read(submit(made.front_ends["fe0"], "long", 60, 400)))
-        await until(lambda: any(worker.servicer.held for worker in made.workers.values()))
-        name = next(name for name, worker in made.workers.items() if worker.servicer.held)
+        await until(lambda: any(worker.servicer.engine.held for worker in made.workers.values()))
+        name = next(name for name, worker in made.workers.items() if worker.servicer.engine.held)
         draining = asyncio.create_task(made.workers[name].drain(20.0))
         await until(lambda: made.active.gate.reign.scheduler.instances[name].state == "draining")
         old = made.active

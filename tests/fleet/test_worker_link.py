@@ -84,7 +84,7 @@ async def _through_remote() -> dict[str, Result]:
     ):
         records = [await ended(handle) for handle in [submit(pump, *request) for request in REQUESTS]]
         await reader.until(lambda: sum(map(len, reader.tokens.values())) == sum(r[2] for r in REQUESTS))
-        await until(lambda: not worker.servicer.held)
+        await until(lambda: not worker.servicer.engine.held)
         worker.model.check()
     return {r.request.request_id: _result(r, reader.tokens[r.request.request_id]) for r in records}
 
@@ -153,7 +153,7 @@ async def test_a_staged_pass_starts_by_itself_or_is_revoked_and_its_requests_are
         remote.dispatch(prefill(2, requests[1]), [requests[1]], staged=True)
         remote.revoke(2)
         await heard.until(PassRevoked)
-        assert worker.servicer.held == ("a",)
+        assert worker.servicer.engine.held == ("a",)
         remote.dispatch(prefill(3, requests[2]), [requests[2]], staged=True)
         await until(lambda: runner.waiting == 1)
         runner.release()
@@ -208,7 +208,7 @@ async def _with_a_held_pass(worker: Worker, remote: RemoteWorker) -> Heard:
     remote.dispatch(prefill(1, a), [a], staged=False)
     remote.dispatch(prefill(2, b), [b], staged=True)
     await heard.until(PassStarted)
-    await until(lambda: worker.servicer.held == ("a", "b"))
+    await until(lambda: worker.servicer.engine.held == ("a", "b"))
     return heard
 
 
@@ -226,7 +226,7 @@ async def test_a_higher_epoch_takes_over_and_everything_before_is_over() -> None
         assert (await heard_old.until(InstanceDown)).error.startswith("stale: s2 has epoch 6")
         assert await asyncio.wait_for(old.stale, WAIT_S_MAX) == 6
         await until(lambda: runner.aborted == ["a"])
-        assert worker.servicer.held == ()
+        assert worker.servicer.engine.held == ()
         assert not starting.done()  # the pass of the old one still runs
         runner.release()
         await asyncio.wait_for(starting, WAIT_S_MAX)
@@ -254,7 +254,7 @@ async def test_what_the_new_scheduler_keeps_goes_on_as_its_own() -> None:
         await new.start()
         heard_new = Heard(new)
         assert set(new.held) == {"a", "b"}
-        assert worker.servicer.held == ("a",)
+        assert worker.servicer.engine.held == ("a",)
         new.dispatch(decode(1, ("a", 40)), [], staged=False)
         (item,) = (await heard_new.until(PassFinished)).result.items
         assert (item.request_id, item.position, item.token) == ("a", 41, HIDDEN_TOKEN)
@@ -317,8 +317,8 @@ async def test_a_worker_without_a_scheduler_gives_its_requests_up() -> None:
             heard, request = Heard(remote), engine_request("a", answer=9)
             remote.dispatch(prefill(1, request), [request], staged=False)
             await heard.until(PassFinished)
-            assert worker.servicer.held == ("a",)
-        await until(lambda: worker.servicer.held == ())
+            assert worker.servicer.engine.held == ("a",)
+        await until(lambda: worker.servicer.engine.held == ())
         assert worker.model.stats().requests_live == 0
 
 

@@ -109,7 +109,7 @@ async def test_a_link_that_stays_away_is_the_end_of_the_instance_and_its_work_go
         a_pump(first) as pump,
     ):
         handle = submit(pump, "r")
-        await until(lambda: cut_off.servicer.held == ("r",))
+        await until(lambda: cut_off.servicer.engine.held == ("r",))
         await second.start()
         pump.add(second)
         wire.cut()
@@ -150,9 +150,9 @@ async def test_a_scheduler_that_vanishes_without_a_word_is_noticed_and_its_reque
         heard, request = Heard(remote), engine_request("a", answer=9)
         remote.dispatch(prefill(1, request), [request], staged=False)
         await heard.until(PassFinished)
-        assert worker.servicer.held == ("a",)
+        assert worker.servicer.engine.held == ("a",)
         wire.hold()
-        await until(lambda: worker.servicer.held == ())
+        await until(lambda: worker.servicer.engine.held == ())
         assert worker.model.stats().requests_live == 0
 
 
@@ -309,7 +309,7 @@ async def test_ten_thousand_tokens_are_few_messages_and_each_comes_once() -> Non
             assert (await ended(handle)).output_tokens == 50
         await reader.until(lambda: sum(map(len, reader.tokens.values())) == 10_000)
         assert link.messages <= worker.model.stats().passes_done + 10_000 // 512 + 1
-        await until(lambda: worker.servicer.book.kept(FRONT_END) == 0)
+        await until(lambda: worker.servicer.engine.book.kept(FRONT_END) == 0)
 
 
 async def test_a_front_end_that_does_not_read_is_cut_off_and_slows_nobody() -> None:
@@ -330,7 +330,7 @@ async def test_a_front_end_that_does_not_read_is_cut_off_and_slows_nobody() -> N
                 assert all(0 < record.output_tokens < 100 for record in records)
                 assert {(await ended(handle)).outcome for handle in quick} == {Outcome.COMPLETED}
                 await reader.until(lambda: sum(map(len, reader.tokens.values())) == 150)
-                await until(lambda: not worker.servicer.held)
+                await until(lambda: not worker.servicer.engine.held)
                 worker.model.check()
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await _read_to_the_end(call)
@@ -364,7 +364,7 @@ async def test_tokens_that_were_there_when_a_request_was_aborted_still_come() ->
         await until(lambda: handle.record.output_tokens > 3)
         handle.cancel()
         record = await ended(handle)
-        await until(lambda: not worker.servicer.held)
+        await until(lambda: not worker.servicer.engine.held)
         async with a_token_link(worker.address, reader):
             await reader.until(lambda: len(reader.tokens.get("r", ())) >= record.output_tokens)
-            await until(lambda: worker.servicer.book.kept(FRONT_END) == 0)
+            await until(lambda: worker.servicer.engine.book.kept(FRONT_END) == 0)

@@ -12,7 +12,7 @@ from engines.simulated import SimulatedModel
 from engines.simulated_settings import Behaviour, Fault, h200_32b_like
 from engines.types import EngineRequest, Sampling
 from service.core.settings import SchedulerSettings
-from service.core.types import InstanceSpec, Outcome, Reason, Request
+from service.core.types import Cancel, Event, InstanceSpec, Outcome, PassFinished, Reason, Request
 from service.policies import make_scheduler
 from service.runtime.contract import Ended, RequestRecord
 from service.runtime.handle import Handle
@@ -113,4 +113,27 @@ async def test_an_instance_is_added_once_and_one_that_is_not_here_is_no_matter()
         pump.add(other)
     assert pump.remove("i9") is None
     await other.close()
+    await pump.close()
+
+
+class LateCancel(LocalWorker):
+    """Somebody cancels in the instant in which a request ends."""
+
+    def connect(self, emit: Callable[[Event], None]) -> None:
+        def told(event: Event) -> None:
+            if isinstance(event, PassFinished):
+                emit(Cancel(event.result.items[0].request_id))
+            emit(event)
+
+        super().connect(told)
+
+
+async def test_a_cancel_in_the_instant_of_the_last_token_ends_a_request_once_and_the_same_for_all() -> None:
+    local = a_local("i0")
+    pump = await a_pump(LateCancel(local.spec, TimedRunner(SimulatedModel(*h200_32b_like()), 0.05)))
+    record = await ended(submit(pump))
+    assert record.outcome is Outcome.CANCELLED
+    books = {outcome: n for outcome, n in pump.snapshot().outcomes.items() if n}
+    assert books == dict(pump.scheduler.outcomes) == {Outcome.CANCELLED: 1}
+    await local.close()
     await pump.close()

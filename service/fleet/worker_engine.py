@@ -1,0 +1,166 @@
+"""The instance of a worker process, without links: it runs passes, and knows which requests the engine holds,
+which blocks its prefix cache has, how long the present pass runs, and what front ends have yet to read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from engines.types import BlocksStored, EngineStats, FinishReason, KvEvent, Pass
+from protos.plaserve.v1 import worker_pb2 as pb
+from service.core.pricing import Pricer
+from service.core.types import (
+    Event,
+    InstanceDown,
+    InstanceSpec,
+    KvChanged,
+    PassFailed,
+    PassFinished,
+    PassRevoked,
+    PassStarted,
+)
+from service.fleet.convert import read_pass, read_requests
+from service.fleet.health import Health, LinkSettings
+from service.fleet.tokens import TokenBook, TokenSettings
+from service.runtime.worker import LocalWorker, PassRunner
+
+
+class WorkerEngine:
+    """hear: every event of the instance, after it was noted here.
+    failed: set to the reason once the engine can't go on. book: tokens on their way to front ends."""
+
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        runner: PassRunner,
+        settings: LinkSettings,
+        tokens: TokenSettings | None,
+        hear: Callable[[Event], None],
+    ) -> None:
+        self.book = TokenBook(tokens)
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._instance_id = spec.instance_id
+        self._settings = settings
+        self._hear = hear
+        self._pricer = Pricer(spec.cost, spec.profiles)
+        self._local = LocalWorker(spec, runner)
+        self._local.connect(self._event)
+        self._held: dict[str, None] = {}  # requests that the engine knows, or will with a staged pass
+        self._brings: dict[int, tuple[str, ...]] = {}  # staged pass -> requests that are new with it
+        self._cached: dict[int, None] = {}  # blocks that the prefix cache holds, oldest first
+        self._running_since_s: float | None = None
+
+    # --- what is there ---
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        return tuple(self._held)
+
+    @property
+    def running(self) -> Pass | None:
+        return self._local.running
+
+    @property
+    def running_s(self) -> float | None:
+        """How long the present pass runs; None: none has started."""
+        since_s = self._running_since_s
+        return None if since_s is None or self.running is None else now_s() - since_s
+
+    @property
+    def idle(self) -> bool:
+        """No request is here, no pass runs, and all tokens are read."""
+        return not self._held and self.running is None and self.book.idle
+
+    @property
+    def works(self) -> bool:
+        """False once the engine failed, or a pass runs past the limit at which a scheduler gives it up."""
+        running, running_s = self.running, self.running_s
+        if self.failed.done() or running is None or running_s is None:
+            return not self.failed.done()
+        sizes = [(item.new_tokens, item.history) for item in running.items]
+        predicted_s = self._pricer.pass_s(sizes) / running.layer_blocks
+        return self._settings.verdict(predicted_s, running_s) is not Health.HUNG
+
+    def cached(self) -> KvChanged | None:
+        """What the prefix cache holds, as one event."""
+        return KvChanged(self._instance_id, (BlocksStored(tuple(self._cached)),)) if self._cached else None
+
+    def stats(self) -> EngineStats:
+        return self._local.stats()
+
+    # --- what it is told ---
+
+    def dispatch(self, message: pb.DispatchPass) -> None:
+        """Raises BadMessage, SlotError."""
+        pass_, new = read_pass(message), read_requests(message)
+        for request, front_end in new:
+            self._held[request.request_id] = None
+            self.book.begin(request.request_id, front_end, now_s())
+        self._brings[pass_.pass_id] = tuple(request.request_id for request, _ in new)
+        self._local.dispatch(pass_, [request for request, _ in new], staged=message.staged)
+
+    def revoke(self, pass_id: int) -> None:
+        self._local.revoke(pass_id)
+
+    def revoke_staged(self) -> None:
+        if self._local.staged is not None:
+            self._local.revoke(self._local.staged.pass_id)
+
+    def abort(self, request_id: str) -> None:
+        self._forget((request_id,))
+        self._local.abort(request_id)
+
+    async def close(self) -> None:
+        await self._local.close()
+
+    # --- what it says ---
+
+    def _event(self, event: Event) -> None:
+        self._note(event)
+        self._hear(event)
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case PassStarted(_, pass_id):
+                self._brings.pop(pass_id, None)
+                self._running_since_s = now_s()
+            case PassFinished(_, result):
+                self._running_since_s = None
+                for item in result.items:
+                    if item.token is not None:
+                        self._token(item.request_id, item.token, item.finish)
+            case PassFailed(_, _, lost, _):
+                self._running_since_s = None
+                self._forget(lost)
+            case PassRevoked(_, pass_id):
+                self._forget(self._brings.pop(pass_id, ()))
+            case KvChanged(_, events):
+                self._note_blocks(events)
+            case InstanceDown(_, error):
+                self.failed.set_result(error)
+            case _:
+                pass
+
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._held.pop(request_id, None)
+            self.book.end(request_id)
+
+    def _token(self, request_id: str, token: int, finish: FinishReason | None) -> None:
+        self.book.add(request_id, token, finish)
+        if finish is not None:
+            self._held.pop(request_id, None)
+
+    def _note_blocks(self, events: Sequence[KvEvent]) -> None:
+        for event in events:
+            for block_hash in event.block_hashes:
+                if isinstance(event, BlocksStored):
+                    self._cached[block_hash] = None
+                else:
+                    self._cached.pop(block_hash, None)
+
+
+def now_s() -> float:
+    """The event loop's clock."""
+    return asyncio.get_running_loop().time()
