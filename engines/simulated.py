@@ -261,11 +261,10 @@ class SimulatedModel:
             self._book.end_chunk(live)
             return ItemResult(live.request_id, live.position, step.new, step.reused)
         assert live.table is not None
-        if live.hashes and not live.generated:
-            self._book.publish(live, live.hashes, live.prompt_tokens)
         token = live.next_token(self._behaviour.stop_after.get(live.request_id))
         live.generated.append(token)
         finish = self._finish_reason(live, token)
+        self._book.publish_prompt(live)
         if finish is not None:
             if len(live.generated) > 1:
                 self._book.publish(live, live.all_hashes(self.capabilities.block_tokens), live.position)

@@ -149,6 +149,8 @@ class RequestBook:
             return
         self.decoding.pop(request_id, None)
         if live.table is not None:
+            if live.generated and self.parts_are_requests:
+                self.publish(live, live.hashes, live.prompt_tokens)
             self.pool.release(live.table)
         if live.in_parts:
             self.pool.end_part(live.hashes)
@@ -193,6 +195,16 @@ class RequestBook:
         """Make the full blocks of the first `tokens` tokens reusable."""
         assert live.table is not None
         self.pool.publish(live.table, hashes[: tokens // self._limits.block_tokens])
+
+    def publish_prompt(self, live: Live) -> None:
+        """Make the full blocks of a prompt reusable once its first token is there.
+
+        An executor of its own batches (parts that are requests) names the block of the last prompt token
+        with the next token, or when the request ends."""
+        given = len(live.generated)
+        if live.hashes and given <= 1 + self.parts_are_requests:
+            late = self.parts_are_requests and given == 1
+            self.publish(live, live.hashes, live.prompt_tokens - late)
 
     def end_chunk(self, live: Live) -> None:
         """The prompt goes on in another pass, or in another request of its own."""
