@@ -7,7 +7,6 @@ one). Membership `memory` is for one process and so of no use here: it is refuse
 from __future__ import annotations
 
 import asyncio
-import math
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -16,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from engines.catalog import LoadedEngine
+from service.core.progress import HangRule
 from service.core.reconcile import Controller
 from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec
@@ -63,16 +63,7 @@ def place_of(options: FleetOptions, kind: str) -> Place:
 
 def link_of(scheduler: SchedulerSettings) -> LinkSettings:
     """The worker link with the operator's rule of when a pass hangs."""
-    usual, factor = LinkSettings(), scheduler.hang_ratio
-    floor_s = scheduler.hang_s_min if factor else math.inf
-    factor = factor or usual.hung_factor
-    return replace(
-        usual,
-        suspect_factor=min(usual.suspect_factor, factor),
-        suspect_s_min=min(usual.suspect_s_min, floor_s),
-        hung_factor=factor,
-        hung_s_min=floor_s,
-    )
+    return LinkSettings(hang=HangRule.of(scheduler))
 
 
 def membership_of(options: FleetOptions) -> Membership:

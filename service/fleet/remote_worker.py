@@ -7,7 +7,7 @@ sends what the other lacks. The instance is down, once, for one of these reasons
   link       no stream for `grace_s`
   gone       the port refused `refusals_max` times in a row: the process is no more
   forgotten  the worker came back, but not with what it had (started again, or given up as an orphan)
-  hung       a pass ran for longer than `LinkSettings.hung_limit_s` of its prediction
+  hung       a pass ran for longer than `HangRule.limit_s` of its prediction
   failed     the engine is lost, by the worker's own word
   stale      the worker obeys a newer scheduler; `stale` is set too, since this process should stop leading
   confused   the two don't agree: a message that can't be, an event for a pass that nobody asked for
@@ -29,6 +29,7 @@ import grpc.aio
 from engines.types import EngineRequest, EngineStats, Pass
 from protos.plaserve.v1 import worker_pb2 as pb
 from service.core.pricing import Pricer
+from service.core.progress import Health
 from service.core.types import (
     Cancel,
     Event,
@@ -46,7 +47,7 @@ from service.fleet.convert import (
     role_of,
     seconds_of,
 )
-from service.fleet.health import Health, LinkSettings
+from service.fleet.health import LinkSettings
 from service.fleet.link import PROTOCOL_VERSION, Caller, Inbox, LinkBroken, Outbox
 from service.fleet.pass_ledger import PassLedger
 from service.fleet.remote_stream import Broken, ControlStream, Refused, refuses
@@ -339,10 +340,10 @@ class RemoteWorker:
         sizes = [(item.new_tokens, item.history) for item in running.items]
         predicted_s = self._pricer.pass_s(sizes) / running.layer_blocks
         running_s = seconds_of(progress.running_duration)
-        health = self._settings.verdict(predicted_s, running_s)
+        health = self._settings.hang.verdict(predicted_s, running_s)
         what = f"pass {running.pass_id} runs for {running_s:.2f} s, predicted were {predicted_s:.3f} s"
         if health is Health.HUNG:
-            limit_s = self._settings.hung_limit_s(predicted_s)
+            limit_s = self._settings.hang.limit_s(predicted_s)
             self._give_up(f"hung: {what}; the limit is {limit_s:.2f} s")
         elif health is Health.SUSPECT and self.health is Health.WELL:
             log.warning("%s is suspect: %s", self.address, what)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from engines.types import BlocksStored, EngineStats, FinishReason, KvEvent, Pass
 from protos.plaserve.v1 import worker_pb2 as pb
 from service.core.pricing import Pricer
+from service.core.progress import Health
 from service.core.types import (
     Event,
     InstanceDown,
@@ -21,7 +22,7 @@ from service.core.types import (
     PassStarted,
 )
 from service.fleet.convert import read_pass, read_requests
-from service.fleet.health import Health, LinkSettings
+from service.fleet.health import LinkSettings
 from service.fleet.tokens import TokenBook, TokenSettings
 from service.runtime.worker import LocalWorker, PassRunner
 
@@ -80,7 +81,7 @@ class WorkerEngine:
             return not self.failed.done()
         sizes = [(item.new_tokens, item.history) for item in running.items]
         predicted_s = self._pricer.pass_s(sizes) / running.layer_blocks
-        return self._settings.verdict(predicted_s, running_s) is not Health.HUNG
+        return self._settings.hang.verdict(predicted_s, running_s) is not Health.HUNG
 
     def cached(self) -> KvChanged | None:
         """What the prefix cache holds, as one event."""

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from service.core.progress import Health
 from service.core.settings import SchedulerSettings
 from service.fleet.backends import make_membership
 from service.fleet.etcd import EtcdStore
-from service.fleet.health import Health
 from service.fleet.membership import Member, MemberKind
 from service.fleet.memory import MemoryFleet, MemoryStore
 from service.fleet.settings import FleetSettings
@@ -81,5 +81,5 @@ def test_the_rule_of_hangs_is_the_schedulers(ratio: float, floor_s: float) -> No
     link = link_of(replace(SchedulerSettings(), hang_ratio=ratio, hang_s_min=floor_s))
     for predicted_s in (0.0, 0.01, 3.0):
         limit_s = max(floor_s, ratio * predicted_s) if ratio else 1e6
-        assert link.verdict(predicted_s, 0.99 * limit_s) is not Health.HUNG
-        assert (link.verdict(predicted_s, 1.01 * limit_s) is Health.HUNG) is bool(ratio)
+        assert link.hang.verdict(predicted_s, 0.99 * limit_s) is not Health.HUNG
+        assert (link.hang.verdict(predicted_s, 1.01 * limit_s) is Health.HUNG) is bool(ratio)

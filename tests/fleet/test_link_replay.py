@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.fleet.health import Health, LinkSettings
+from service.fleet.health import LinkSettings
 from service.fleet.link import Caller, Claim, Fence, Inbox, LinkBroken, Outbox
 
 # What happens between two ends: a message is sent, k messages of the wire arrive, an acknowledgement crosses,
@@ -101,33 +101,11 @@ def test_only_the_highest_caller_is_obeyed(callers: list[Caller]) -> None:
         assert fence.epoch == highest[0]
 
 
-@given(st.floats(0, 1e4), st.floats(0, 1e6), st.floats(0, 1e6))
-def test_a_pass_never_gets_healthier_as_it_runs_on(predicted_s: float, one_s: float, two_s: float) -> None:
-    order, settings = list(Health), LinkSettings()
-    earlier, later = sorted((one_s, two_s))
-    assert order.index(settings.verdict(predicted_s, earlier)) <= order.index(
-        settings.verdict(predicted_s, later)
-    )
-
-
-def test_the_hung_rule_by_its_numbers() -> None:
-    rule = LinkSettings(suspect_factor=4.0, suspect_s_min=1.0, hung_factor=20.0, hung_s_min=10.0)
-    assert rule.verdict(0.01, 0.9) is Health.WELL  # the floors rule a short pass
-    assert rule.verdict(0.01, 1.1) is Health.SUSPECT
-    assert rule.verdict(0.01, 9.9) is Health.SUSPECT
-    assert rule.verdict(0.01, 10.1) is Health.HUNG
-    assert rule.verdict(2.0, 7.9) is Health.WELL  # the factors a long one
-    assert rule.verdict(2.0, 8.1) is Health.SUSPECT
-    assert rule.verdict(2.0, 40.1) is Health.HUNG
-    assert rule.verdict(float("inf"), 10.1) is Health.HUNG  # no prediction is no excuse
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"silence_s": 0.1}, "silence_s"),
         ({"orphan_s": 1.0}, "orphan_s"),
-        ({"hung_factor": 2.0}, "hung_factor"),
         ({"backoff_s_min": 0.0}, "backoff_s_max"),
     ],
 )

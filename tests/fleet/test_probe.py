@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2_grpc
 from link_rig import QUICK, Heard, a_remote, a_worker, engine_request, prefill, until
 
 from engines.simulated import SimulatedModel
+from service.core.progress import HangRule
 from service.core.types import PassFinished
 from service.fleet.probe import HealthPort
 from service.runtime.worker import TimedRunner
@@ -48,7 +49,7 @@ async def test_a_port_that_is_taken_is_named() -> None:
 
 
 async def test_a_worker_whose_pass_hangs_does_not_work_until_it_ends() -> None:
-    hasty = replace(QUICK, suspect_factor=1e-6, suspect_s_min=0.01, hung_factor=1e-6, hung_s_min=0.02)
+    hasty = replace(QUICK, hang=HangRule(1e-6, 0.02, 1e-6, 0.01))
 
     def slow(model: SimulatedModel) -> TimedRunner:
         return TimedRunner(model, 40.0)

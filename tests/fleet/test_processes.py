@@ -17,6 +17,7 @@ from engines.simulated_settings import small_cpu_like
 from engines.types import EngineRequest
 from protos.plaserve.v1 import fleet_pb2 as pb
 from protos.plaserve.v1.fleet_pb2_grpc import FleetServiceStub
+from service.core.progress import HangRule
 from service.core.reconcile import Controller, FleetView, MoveReason, RoleMove
 from service.core.scheduler import PrefillScheduler
 from service.core.settings import SchedulerSettings
@@ -37,7 +38,7 @@ from service.runtime.worker import TimedRunner
 
 CAPABILITIES, PROFILES, COST = small_cpu_like()
 SCALE = 0.05
-LINK = LinkSettings(heartbeat_s=0.1, silence_s=0.5, grace_s=0.6, orphan_s=2.0, hung_s_min=5.0)
+LINK = LinkSettings(heartbeat_s=0.1, silence_s=0.5, grace_s=0.6, orphan_s=2.0, hang=HangRule(hang_s_min=5.0))
 
 
 class Wants:

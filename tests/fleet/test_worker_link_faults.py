@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -31,8 +32,8 @@ from link_rig import (
 )
 
 from protos.plaserve.v1 import worker_pb2 as pb
+from service.core.progress import HangRule, Health
 from service.core.types import InstanceDown, Outcome, PassFinished, PassStarted, Reason
-from service.fleet.health import Health
 from service.fleet.link import SERVICE, as_bytes
 from service.fleet.remote_worker import WorkerUnavailable
 from service.fleet.tokens import TokenSettings
@@ -182,9 +183,7 @@ async def test_a_port_that_refuses_is_a_process_that_is_gone_and_grace_is_not_wa
 
 
 async def test_a_pass_that_does_not_end_makes_an_instance_suspect_and_then_down() -> None:
-    settings = slower(
-        QUICK, heartbeat_s=0.02, suspect_s_min=0.1, hung_s_min=0.4, suspect_factor=4.0, hung_factor=20.0
-    )
+    settings = replace(QUICK, heartbeat_s=0.02, hang=HangRule(20.0, 0.4, 4.0, 0.1))
     async with (
         a_worker("w0", settings=settings, runner=HeldRunner) as stuck,
         a_worker("w1") as other,
@@ -207,7 +206,7 @@ async def test_a_pass_that_does_not_end_makes_an_instance_suspect_and_then_down(
 
 async def test_a_long_pass_within_its_prediction_is_well() -> None:
     """The limit is the factor times the prediction where that is above the floor."""
-    settings = slower(QUICK, heartbeat_s=0.02, suspect_s_min=0.001, hung_s_min=0.002, hung_factor=1e6)
+    settings = replace(QUICK, heartbeat_s=0.02, hang=HangRule(1e6, 0.002, suspect_s_min=0.001))
     async with (
         a_worker(settings=settings, runner=HeldRunner) as worker,
         a_remote(worker.address, settings=settings) as remote,
