@@ -23,7 +23,7 @@ ROLE_LP: Role
 ROLE_MIXED: Role
 
 class FleetInstance(_message.Message):
-    __slots__ = ("instance_id", "shard_id", "role", "target_role", "state", "pinned", "pressure", "queued_count", "last_seen_time", "address", "backlog_s", "utilisation", "reason")
+    __slots__ = ("instance_id", "shard_id", "role", "target_role", "state", "pinned", "pressure", "queued_count", "last_seen_time", "address", "backlog_s", "utilisation", "reason", "target_shard")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class FleetInstance(_message.Message):
     BACKLOG_S_FIELD_NUMBER: _ClassVar[int]
     UTILISATION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    TARGET_SHARD_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     shard_id: str
     role: Role
@@ -50,7 +51,40 @@ class FleetInstance(_message.Message):
     backlog_s: float
     utilisation: float
     reason: str
-    def __init__(self, instance_id: _Optional[str] = ..., shard_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., target_role: _Optional[_Union[Role, str]] = ..., state: _Optional[str] = ..., pinned: _Optional[bool] = ..., pressure: _Optional[float] = ..., queued_count: _Optional[int] = ..., last_seen_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., backlog_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+    target_shard: str
+    def __init__(self, instance_id: _Optional[str] = ..., shard_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., target_role: _Optional[_Union[Role, str]] = ..., state: _Optional[str] = ..., pinned: _Optional[bool] = ..., pressure: _Optional[float] = ..., queued_count: _Optional[int] = ..., last_seen_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., backlog_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., reason: _Optional[str] = ..., target_shard: _Optional[str] = ...) -> None: ...
+
+class FleetShard(_message.Message):
+    __slots__ = ("shard_id", "leader", "epoch", "standbys", "retired", "sp_count", "lp_count", "mixed_count", "coming_count", "leaving_count", "queued_count", "backlog_s", "utilisation", "note")
+    SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STANDBYS_FIELD_NUMBER: _ClassVar[int]
+    RETIRED_FIELD_NUMBER: _ClassVar[int]
+    SP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LP_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MIXED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COMING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_S_FIELD_NUMBER: _ClassVar[int]
+    UTILISATION_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    shard_id: str
+    leader: str
+    epoch: int
+    standbys: _containers.RepeatedScalarFieldContainer[str]
+    retired: bool
+    sp_count: int
+    lp_count: int
+    mixed_count: int
+    coming_count: int
+    leaving_count: int
+    queued_count: int
+    backlog_s: float
+    utilisation: float
+    note: str
+    def __init__(self, shard_id: _Optional[str] = ..., leader: _Optional[str] = ..., epoch: _Optional[int] = ..., standbys: _Optional[_Iterable[str]] = ..., retired: _Optional[bool] = ..., sp_count: _Optional[int] = ..., lp_count: _Optional[int] = ..., mixed_count: _Optional[int] = ..., coming_count: _Optional[int] = ..., leaving_count: _Optional[int] = ..., queued_count: _Optional[int] = ..., backlog_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
 
 class FleetProcess(_message.Message):
     __slots__ = ("member_id", "kind", "address", "shard_id", "epoch")
@@ -67,7 +101,7 @@ class FleetProcess(_message.Message):
     def __init__(self, member_id: _Optional[str] = ..., kind: _Optional[str] = ..., address: _Optional[str] = ..., shard_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class RoleMove(_message.Message):
-    __slots__ = ("instance_id", "from_role", "to_role", "reason", "pressure_difference", "start_time", "end_time", "outcome")
+    __slots__ = ("instance_id", "from_role", "to_role", "reason", "pressure_difference", "start_time", "end_time", "outcome", "from_shard", "to_shard")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     FROM_ROLE_FIELD_NUMBER: _ClassVar[int]
     TO_ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +110,8 @@ class RoleMove(_message.Message):
     START_TIME_FIELD_NUMBER: _ClassVar[int]
     END_TIME_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    FROM_SHARD_FIELD_NUMBER: _ClassVar[int]
+    TO_SHARD_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     from_role: Role
     to_role: Role
@@ -84,14 +120,16 @@ class RoleMove(_message.Message):
     start_time: _timestamp_pb2.Timestamp
     end_time: _timestamp_pb2.Timestamp
     outcome: str
-    def __init__(self, instance_id: _Optional[str] = ..., from_role: _Optional[_Union[Role, str]] = ..., to_role: _Optional[_Union[Role, str]] = ..., reason: _Optional[str] = ..., pressure_difference: _Optional[float] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., outcome: _Optional[str] = ...) -> None: ...
+    from_shard: str
+    to_shard: str
+    def __init__(self, instance_id: _Optional[str] = ..., from_role: _Optional[_Union[Role, str]] = ..., to_role: _Optional[_Union[Role, str]] = ..., reason: _Optional[str] = ..., pressure_difference: _Optional[float] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., end_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., outcome: _Optional[str] = ..., from_shard: _Optional[str] = ..., to_shard: _Optional[str] = ...) -> None: ...
 
 class GetFleetRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetFleetResponse(_message.Message):
-    __slots__ = ("instances", "sp_pressure", "lp_pressure", "processes", "controller", "stale", "age", "dry_run")
+    __slots__ = ("instances", "sp_pressure", "lp_pressure", "processes", "controller", "stale", "age", "dry_run", "shards")
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
     SP_PRESSURE_FIELD_NUMBER: _ClassVar[int]
     LP_PRESSURE_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +138,7 @@ class GetFleetResponse(_message.Message):
     STALE_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     instances: _containers.RepeatedCompositeFieldContainer[FleetInstance]
     sp_pressure: float
     lp_pressure: float
@@ -108,7 +147,8 @@ class GetFleetResponse(_message.Message):
     stale: bool
     age: _duration_pb2.Duration
     dry_run: bool
-    def __init__(self, instances: _Optional[_Iterable[_Union[FleetInstance, _Mapping]]] = ..., sp_pressure: _Optional[float] = ..., lp_pressure: _Optional[float] = ..., processes: _Optional[_Iterable[_Union[FleetProcess, _Mapping]]] = ..., controller: _Optional[str] = ..., stale: _Optional[bool] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+    shards: _containers.RepeatedCompositeFieldContainer[FleetShard]
+    def __init__(self, instances: _Optional[_Iterable[_Union[FleetInstance, _Mapping]]] = ..., sp_pressure: _Optional[float] = ..., lp_pressure: _Optional[float] = ..., processes: _Optional[_Iterable[_Union[FleetProcess, _Mapping]]] = ..., controller: _Optional[str] = ..., stale: _Optional[bool] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., dry_run: _Optional[bool] = ..., shards: _Optional[_Iterable[_Union[FleetShard, _Mapping]]] = ...) -> None: ...
 
 class WatchFleetRequest(_message.Message):
     __slots__ = ("interval",)
@@ -117,16 +157,18 @@ class WatchFleetRequest(_message.Message):
     def __init__(self, interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class MoveInstanceRequest(_message.Message):
-    __slots__ = ("instance_id", "role", "dry_run", "by")
+    __slots__ = ("instance_id", "role", "dry_run", "by", "shard_id")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     BY_FIELD_NUMBER: _ClassVar[int]
+    SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     role: Role
     dry_run: bool
     by: str
-    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., dry_run: _Optional[bool] = ..., by: _Optional[str] = ...) -> None: ...
+    shard_id: str
+    def __init__(self, instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., dry_run: _Optional[bool] = ..., by: _Optional[str] = ..., shard_id: _Optional[str] = ...) -> None: ...
 
 class MoveInstanceResponse(_message.Message):
     __slots__ = ("move",)
@@ -167,6 +209,22 @@ class PinInstanceResponse(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     instance: FleetInstance
     def __init__(self, instance: _Optional[_Union[FleetInstance, _Mapping]] = ...) -> None: ...
+
+class RetireShardRequest(_message.Message):
+    __slots__ = ("shard_id", "retired", "by")
+    SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    RETIRED_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    shard_id: str
+    retired: bool
+    by: str
+    def __init__(self, shard_id: _Optional[str] = ..., retired: _Optional[bool] = ..., by: _Optional[str] = ...) -> None: ...
+
+class RetireShardResponse(_message.Message):
+    __slots__ = ("shard",)
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    shard: FleetShard
+    def __init__(self, shard: _Optional[_Union[FleetShard, _Mapping]] = ...) -> None: ...
 
 class ListMovesRequest(_message.Message):
     __slots__ = ("page_size", "page_token")

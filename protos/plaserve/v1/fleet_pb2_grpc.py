@@ -64,6 +64,11 @@ class FleetServiceStub:
                 request_serializer=protos_dot_plaserve_dot_v1_dot_fleet__pb2.ListMovesRequest.SerializeToString,
                 response_deserializer=protos_dot_plaserve_dot_v1_dot_fleet__pb2.ListMovesResponse.FromString,
                 _registered_method=True)
+        self.RetireShard = channel.unary_unary(
+                '/plaserve.v1.FleetService/RetireShard',
+                request_serializer=protos_dot_plaserve_dot_v1_dot_fleet__pb2.RetireShardRequest.SerializeToString,
+                response_deserializer=protos_dot_plaserve_dot_v1_dot_fleet__pb2.RetireShardResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer:
@@ -105,6 +110,13 @@ class FleetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RetireShard(self, request, context):
+        """Take a shard out of service, or back into it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -137,6 +149,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.ListMoves,
                     request_deserializer=protos_dot_plaserve_dot_v1_dot_fleet__pb2.ListMovesRequest.FromString,
                     response_serializer=protos_dot_plaserve_dot_v1_dot_fleet__pb2.ListMovesResponse.SerializeToString,
+            ),
+            'RetireShard': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetireShard,
+                    request_deserializer=protos_dot_plaserve_dot_v1_dot_fleet__pb2.RetireShardRequest.FromString,
+                    response_serializer=protos_dot_plaserve_dot_v1_dot_fleet__pb2.RetireShardResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -301,6 +318,33 @@ class FleetService:
             '/plaserve.v1.FleetService/ListMoves',
             protos_dot_plaserve_dot_v1_dot_fleet__pb2.ListMovesRequest.SerializeToString,
             protos_dot_plaserve_dot_v1_dot_fleet__pb2.ListMovesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetireShard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/plaserve.v1.FleetService/RetireShard',
+            protos_dot_plaserve_dot_v1_dot_fleet__pb2.RetireShardRequest.SerializeToString,
+            protos_dot_plaserve_dot_v1_dot_fleet__pb2.RetireShardResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,18 +44,20 @@ class ControlRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., dispatch: _Optional[_Union[DispatchPass, _Mapping]] = ..., revoke: _Optional[_Union[RevokePass, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., set_role: _Optional[_Union[SetRole, _Mapping]] = ..., sequence: _Optional[int] = ..., acknowledged: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("scheduler_id", "protocol_version", "incarnation", "attempt", "resume")
+    __slots__ = ("scheduler_id", "protocol_version", "incarnation", "attempt", "resume", "shard")
     SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     scheduler_id: str
     protocol_version: int
     incarnation: int
     attempt: int
     resume: bool
-    def __init__(self, scheduler_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: _Optional[bool] = ...) -> None: ...
+    shard: str
+    def __init__(self, scheduler_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., attempt: _Optional[int] = ..., resume: _Optional[bool] = ..., shard: _Optional[str] = ...) -> None: ...
 
 class Settle(_message.Message):
     __slots__ = ("keep_request_ids",)
@@ -256,10 +258,12 @@ class InstanceFailed(_message.Message):
     def __init__(self, error: _Optional[str] = ...) -> None: ...
 
 class WorkerDraining(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "over")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    over: bool
+    def __init__(self, reason: _Optional[str] = ..., over: _Optional[bool] = ...) -> None: ...
 
 class PassStarted(_message.Message):
     __slots__ = ("pass_id",)
