@@ -3,7 +3,7 @@ says them.
 
 request    QUEUED -> STAGED -> PREFILLING -> (PARTIAL -> ...) -> DECODING -> ENDED
 hand-over  PREFILLED -> OFFERED -> PULLED -> DONE, or EXPIRED, FAILED
-instance   UP -> DRAINING -> DOWN
+instance   UP -> DRAINING -> DOWN, or back to UP
 health     HEALTHY -> SUSPECT -> EJECTED -> HALF_OPEN -> HEALTHY (`outlier`)
 """
 

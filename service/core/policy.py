@@ -139,6 +139,11 @@ class Instance:
         self.state = step(INSTANCE, self.state, InstanceState.DRAINING, what)
         self.takes_new = self.on_trial = False
 
+    def resume(self) -> None:
+        """It stays: it takes new requests again."""
+        self.state = step(INSTANCE, self.state, InstanceState.UP, f"instance {self.instance_id}")
+        self.takes_new = True
+
     def may_take(self, tracked: Tracked) -> bool:
         """Whether the request can run here: not bound elsewhere, no larger than this instance, and bound here
         already where it takes nothing new."""

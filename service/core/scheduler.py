@@ -34,6 +34,7 @@ from service.core.types import (
     Idle,
     InstanceDown,
     InstanceDraining,
+    InstanceResumed,
     InstanceUp,
     KvChanged,
     Lane,
@@ -86,6 +87,7 @@ class PrefillScheduler:
             InstanceUp: self._instance_up,
             InstanceDown: self._instance_down,
             InstanceDraining: self._instance_draining,
+            InstanceResumed: self._instance_resumed,
             RoleChanged: self._role_changed,
             KvChanged: self._kv_changed,
             DrainBegan: self._drain_began,
@@ -392,6 +394,13 @@ class PrefillScheduler:
             for needed in self.outliers.left(instance):
                 self.turns.touch(needed)
             self._closed(instance, now_s)
+
+    def _instance_resumed(self, event: InstanceResumed, now_s: float) -> None:
+        instance = self.instances.get(event.instance_id)
+        if instance is not None and instance.state is InstanceState.DRAINING:
+            instance.resume()
+            self.outliers.joined(instance)
+            self.turns.touch(instance)
 
     def _closed(self, instance: Instance, now_s: float) -> None:
         """The instance takes nothing new, for a while (`outlier`) or until it leaves."""

@@ -167,7 +167,14 @@ class InstanceDown:
 @dataclass(frozen=True, slots=True)
 class InstanceDraining:
     """The instance is about to leave: it takes nothing new, what it runs and holds goes on. It stays so until
-    InstanceDown."""
+    InstanceDown, or InstanceResumed."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceResumed:
+    """The instance stays after all: it takes new requests again, with all that it still holds."""
 
     instance_id: str
 
@@ -201,6 +208,7 @@ Event = (
     | InstanceUp
     | InstanceDown
     | InstanceDraining
+    | InstanceResumed
     | RoleChanged
     | KvChanged
     | DrainBegan

@@ -21,6 +21,7 @@ from service.core.types import (
     Idle,
     InstanceDown,
     InstanceDraining,
+    InstanceResumed,
     InstanceUp,
     KvChanged,
     Outcome,
@@ -173,6 +174,14 @@ class Machine(RuleBasedStateMachine):
         held = {t.request_id for t in self.scheduler.live.values() if t.instance_id == name}
         self.draining.setdefault(name, held)
         self.event(InstanceDraining(name))
+
+    @precondition(lambda self: self.draining)
+    @rule(pick=st.randoms(use_true_random=False))
+    def stays_after_all(self, pick) -> None:  # type: ignore[no-untyped-def]
+        name = pick.choice(sorted(self.draining))
+        del self.draining[name]
+        self.event(InstanceResumed(name))
+        assert self.scheduler.instances[name].takes_new
 
     @rule(pick=st.randoms(use_true_random=False), role=st.sampled_from(list(Role)))
     def role_changes(self, pick, role: Role) -> None:  # type: ignore[no-untyped-def]
