@@ -54,6 +54,8 @@ class MoveReason(StrEnum):
     PENDING_RATIO = "pending_ratio"  # the rule of the LAPS artifact
     PINNED = "pinned"  # an operator said so
     OVERDUE = "overdue"  # a move was not carried out in time: back to the role that the instance has
+    BALANCE = "balance"  # the shard has more capacity than another one, by about two workers
+    RETIRED = "retired"  # the shard is taken out of service
 
 
 @dataclass(frozen=True, slots=True)
