@@ -9,6 +9,7 @@ sends what the other lacks. The instance is down, once, for one of these reasons
   forgotten  the worker came back, but not with what it had (started again, or given up as an orphan)
   hung       a pass ran for longer than `HangRule.limit_s` of its prediction
   failed     the engine is lost, by the worker's own word
+  moved      the worker gave up its engine for another one, which it is loading
   stale      the worker obeys a newer scheduler; `stale` is set too, since this process should stop leading
   confused   the two don't agree: a message that can't be, an event for a pass that nobody asked for
 
@@ -35,6 +36,7 @@ from service.core.types import (
     Event,
     InstanceDown,
     InstanceDraining,
+    InstanceResumed,
     InstanceSpec,
     Role,
 )
@@ -246,7 +248,7 @@ class RemoteWorker:
         if kind == "stale_epoch":
             self._is_stale(first.stale_epoch)
         elif kind == "instance_failed":
-            self._give_up(f"failed: {first.instance_failed.error}")
+            self._give_up(_failure(first.instance_failed))
         elif kind != "ready":
             raise BadMessage(f"ControlResponse: {kind} came where WorkerReady was due")
         elif resume and not first.ready.resumed:
@@ -314,12 +316,16 @@ class RemoteWorker:
                 log.warning("%s: %s; %d requests end", self.address, cut.reason, len(cut.request_ids))
                 for request_id in cut.request_ids:
                     self._tell(Cancel(request_id))
+            case "draining" if message.draining.over:
+                self.draining = ""
+                log.info("%s takes work again", self.address)
+                self._tell(InstanceResumed(self.instance_id))
             case "draining":
                 self.draining = message.draining.reason or "the worker is stopping"
                 log.info("%s drains: %s", self.address, self.draining)
                 self._tell(InstanceDraining(self.instance_id))
             case "instance_failed":
-                self._give_up(f"failed: {message.instance_failed.error}")
+                self._give_up(_failure(message.instance_failed))
             case _:
                 event = read_event(message, self.instance_id)
                 if event is None:
@@ -379,3 +385,7 @@ class RemoteWorker:
         early, self._early = self._early, []
         for event in early:
             self._tell(event)
+
+
+def _failure(failed: pb.InstanceFailed) -> str:
+    return f"{'moved' if failed.moved else 'failed'}: {failed.error}"

@@ -1,5 +1,8 @@
 """The instance of a worker process, without links: it runs passes, and knows which requests the engine holds,
 which blocks its prefix cache has, how long the present pass runs, and what front ends have yet to read.
+
+The engine under it may be taken out and another put in its place (`role_move`). What front ends have yet to
+read outlives that.
 """
 
 from __future__ import annotations
@@ -25,6 +28,12 @@ from service.fleet.convert import read_pass, read_requests
 from service.fleet.health import LinkSettings
 from service.fleet.tokens import TokenBook, TokenSettings
 from service.runtime.worker import LocalWorker, PassRunner
+
+STUCK_LOOK_S = 0.02
+
+
+class EngineStuck(Exception):  # noqa: N818 - what happened
+    """The engine can't be taken out: a pass of it hangs. Only the end of the process helps."""
 
 
 class WorkerEngine:
@@ -69,9 +78,14 @@ class WorkerEngine:
         return None if since_s is None or self.running is None else now_s() - since_s
 
     @property
+    def quiet(self) -> bool:
+        """No request is here and no pass runs."""
+        return not self._held and self.running is None
+
+    @property
     def idle(self) -> bool:
-        """No request is here, no pass runs, and all tokens are read."""
-        return not self._held and self.running is None and self.book.idle
+        """Quiet, and all tokens are read."""
+        return self.quiet and self.book.idle
 
     @property
     def works(self) -> bool:
@@ -111,6 +125,30 @@ class WorkerEngine:
     def abort(self, request_id: str) -> None:
         self._forget((request_id,))
         self._local.abort(request_id)
+
+    async def unload(self) -> None:
+        """Abort what is here, wait for the pass that runs, and close the engine. `seat` puts in the next one.
+
+        Raises EngineStuck when that pass hangs, or failed for good.
+        """
+        self.revoke_staged()
+        for request_id in self.held:
+            self.abort(request_id)
+        while self.running is not None:
+            if not self.works:
+                raise EngineStuck(self.failed.result() if self.failed.done() else "its last pass hangs")
+            await asyncio.sleep(STUCK_LOOK_S)
+        await self._local.close()
+        self._cached.clear()
+
+    def seat(self, spec: InstanceSpec, runner: PassRunner) -> None:
+        """Another engine, which knows no request and has cached nothing."""
+        assert self.quiet, "the engine before was unloaded"
+        self._pricer = Pricer(spec.cost, spec.profiles)
+        self._local = LocalWorker(spec, runner)
+        self._local.connect(self._event)
+        self._brings.clear()
+        self._running_since_s = None
 
     async def close(self) -> None:
         await self._local.close()

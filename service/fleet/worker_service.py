@@ -82,6 +82,8 @@ class WorkerServicer:
         self.leaving: asyncio.Future[str] = loop.create_future()
         self.drained: asyncio.Future[str] = loop.create_future()
         self._manifest_json = manifest_json
+        self._hold = ""  # why nothing new is wanted for now
+        self._unseated = ""  # why there is no engine now
         self._fence = Fence()
         self._session: Session | None = None
         self._orphan: asyncio.TimerHandle | None = None
@@ -109,6 +111,43 @@ class WorkerServicer:
         self.spec = replace(self.spec, role=role)
         self._event(RoleChanged(self.spec.instance_id, role))
 
+    def hold(self, reason: str) -> None:
+        """Ask for nothing new, until `release` or `unseat`. What is here goes on."""
+        self._hold = reason
+        self._say_leaving()
+
+    def release(self) -> None:
+        """Take work again after `hold`."""
+        self._hold = ""
+        session = self._session
+        if not self.leaving.done() and session is not None and session.settled:
+            session.send(pb.ControlResponse(draining=pb.WorkerDraining(over=True)))
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is here and nothing can be on its way: what a scheduler sent before it knew of the drain
+        came before its acknowledgement. One without a stream sends elsewhere what was for here."""
+        session = self._session
+        heard = session is None or session.stream is None or (session.settled and not len(session.outbox))
+        return (heard and self.engine.quiet) or self.failed.done()
+
+    def unseat(self, reason: str) -> None:
+        """The engine is given up: what is here is lost to the scheduler, which may run that elsewhere. Whoever
+        calls is told to come again, until `seat`."""
+        self._unseated, self._hold = reason, ""
+        self._cancel_orphan()
+        session, self._session = self._session, None
+        if session is not None:
+            session.send(pb.ControlResponse(instance_failed=pb.InstanceFailed(error=reason, moved=True)))
+            if session.stream is not None:
+                session.stream.end()
+
+    def seat(self, spec: InstanceSpec, runner: PassRunner) -> None:
+        """Serve with this engine from now on, after `unseat` and `engine.unload`."""
+        self.spec = spec
+        self.engine.seat(spec, runner)
+        self._unseated = ""
+
     async def drain(self, timeout_s: float, reason: str) -> int:
         """Ask the scheduler for no more work, and wait until what is here has ended and its tokens are read.
 
@@ -127,15 +166,12 @@ class WorkerServicer:
         return len(self.engine.held)
 
     def _empty(self) -> bool:
-        """Nothing is here and nothing can be on its way: what a scheduler sent before it knew of the drain
-        came before its acknowledgement. One without a stream sends elsewhere what was for here."""
-        session = self._session
-        heard = session is None or session.stream is None or (session.settled and not len(session.outbox))
-        return (heard and self.engine.idle) or self.failed.done()
+        """Quiet, and all tokens are read."""
+        return (self.quiet and self.engine.idle) or self.failed.done()
 
     def _say_leaving(self) -> None:
-        if self.leaving.done() and self._session is not None and self._session.settled:
-            reason = self.leaving.result()
+        reason = self.leaving.result() if self.leaving.done() else self._hold
+        if reason and self._session is not None and self._session.settled:
             self._session.send(pb.ControlResponse(draining=pb.WorkerDraining(reason=reason)))
 
     async def _drain(self, request: pb.DrainRequest | None, context: Context) -> pb.DrainResponse:
@@ -166,8 +202,9 @@ class WorkerServicer:
             if claim is Claim.STALE:
                 await context.write(self._stale(why))
                 return
-            if claim is Claim.TAKEOVER and self.failed.done():
-                failed = pb.InstanceFailed(error=self.failed.result())
+            if self._unseated or (claim is Claim.TAKEOVER and self.failed.done()):
+                why = self.failed.result() if self.failed.done() else self._unseated
+                failed = pb.InstanceFailed(error=why, moved=not self.failed.done())
                 await context.write(pb.ControlResponse(epoch=caller.epoch, instance_failed=failed))
                 return
             session = self._session_of(caller, claim)

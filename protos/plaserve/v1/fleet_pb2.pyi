@@ -23,7 +23,7 @@ ROLE_LP: Role
 ROLE_MIXED: Role
 
 class FleetInstance(_message.Message):
-    __slots__ = ("instance_id", "shard_id", "role", "target_role", "state", "pinned", "pressure", "queued_count", "last_seen_time", "address", "backlog_s", "utilisation", "reason", "target_shard")
+    __slots__ = ("instance_id", "shard_id", "role", "target_role", "state", "pinned", "pressure", "queued_count", "last_seen_time", "address", "backlog_s", "utilisation", "reason", "target_shard", "engine", "move_phase", "move_duration", "move_error", "move_cost_s")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,11 @@ class FleetInstance(_message.Message):
     UTILISATION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     TARGET_SHARD_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    MOVE_PHASE_FIELD_NUMBER: _ClassVar[int]
+    MOVE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    MOVE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    MOVE_COST_S_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     shard_id: str
     role: Role
@@ -52,7 +57,12 @@ class FleetInstance(_message.Message):
     utilisation: float
     reason: str
     target_shard: str
-    def __init__(self, instance_id: _Optional[str] = ..., shard_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., target_role: _Optional[_Union[Role, str]] = ..., state: _Optional[str] = ..., pinned: _Optional[bool] = ..., pressure: _Optional[float] = ..., queued_count: _Optional[int] = ..., last_seen_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., backlog_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., reason: _Optional[str] = ..., target_shard: _Optional[str] = ...) -> None: ...
+    engine: str
+    move_phase: str
+    move_duration: _duration_pb2.Duration
+    move_error: str
+    move_cost_s: float
+    def __init__(self, instance_id: _Optional[str] = ..., shard_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., target_role: _Optional[_Union[Role, str]] = ..., state: _Optional[str] = ..., pinned: _Optional[bool] = ..., pressure: _Optional[float] = ..., queued_count: _Optional[int] = ..., last_seen_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., address: _Optional[str] = ..., backlog_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., reason: _Optional[str] = ..., target_shard: _Optional[str] = ..., engine: _Optional[str] = ..., move_phase: _Optional[str] = ..., move_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., move_error: _Optional[str] = ..., move_cost_s: _Optional[float] = ...) -> None: ...
 
 class FleetShard(_message.Message):
     __slots__ = ("shard_id", "leader", "epoch", "standbys", "retired", "sp_count", "lp_count", "mixed_count", "coming_count", "leaving_count", "queued_count", "backlog_s", "utilisation", "note")

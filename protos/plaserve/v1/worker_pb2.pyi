@@ -252,10 +252,12 @@ class FrontEndCut(_message.Message):
     def __init__(self, front_end: _Optional[str] = ..., request_ids: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class InstanceFailed(_message.Message):
-    __slots__ = ("error",)
+    __slots__ = ("error", "moved")
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     error: str
-    def __init__(self, error: _Optional[str] = ...) -> None: ...
+    moved: bool
+    def __init__(self, error: _Optional[str] = ..., moved: _Optional[bool] = ...) -> None: ...
 
 class WorkerDraining(_message.Message):
     __slots__ = ("reason", "over")
