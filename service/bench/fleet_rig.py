@@ -64,7 +64,8 @@ class RigSettings:
 class Part:
     """A process by its name in the fleet. lives: how often it was started. killed: SIGKILL on purpose.
 
-    address: for kinds with a port that they keep. cpu_s: of all its lives, as last read.
+    address: for kinds with a port that they keep. before: put before its command. environment: its own
+    settings, over those of all. hard: it had to be killed at the end. cpu_s: of all its lives, as last read.
     """
 
     name: str
@@ -72,9 +73,12 @@ class Part:
     arguments: tuple[str, ...]
     log: Path
     address: str = ""
+    before: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     process: asyncio.subprocess.Process | None = None
     lives: int = 0
     killed: bool = False
+    hard: bool = False
     log_start: int = 0  # of the present life in the log
     cpu_s: float = 0.0
     _cpu_before_s: float = 0.0  # of earlier lives
@@ -97,10 +101,10 @@ class Part:
         self._cpu_before_s = self.cpu_s
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *with_parent(), sys.executable, "-c", "from service.cli import main; main()", self.kind.value,
-                "--member", self.name, *self.arguments,
+                *with_parent(), *self.before, sys.executable, "-c", "from service.cli import main; main()",
+                self.kind.value, "--member", self.name, *self.arguments,
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-                env={**os.environ, **environment}, start_new_session=True,
+                env={**os.environ, **environment, **self.environment}, start_new_session=True,
             )  # fmt: skip
         self.lives += 1
         self.killed = False
@@ -121,6 +125,7 @@ class Part:
         try:
             await asyncio.wait_for(self.process.wait(), STOP_S_MAX)
         except TimeoutError:
+            self.hard = True
             self.process.kill()
             await self.process.wait()
 

@@ -1,76 +1,20 @@
-"""A TCP relay before etcd, to cut, silence or slow one connection and not the service."""
+"""A relay before etcd, to cut, silence or slow one connection and not the service."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from etcd_server import EtcdServer, free_ports
+from etcd_server import EtcdServer
 
+from service.bench.chaos_relay import Relay
 
-class Relay:
-    """Passes bytes to etcd. hold: they wait there, and nobody is told. delay_s: on the way there."""
-
-    def __init__(self, server: EtcdServer) -> None:
-        self._server = server
-        self.port = free_ports(1)[0]
-        self._open = asyncio.Event()
-        self._open.set()
-        self.delay_s = 0.0
-        self._listener: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def endpoint(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def hold(self) -> None:
-        self._open.clear()
-
-    def let_go(self) -> None:
-        self._open.set()
-
-    async def open(self) -> None:
-        self._listener = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
-
-    async def cut(self) -> None:
-        """Refuse connections and break those that there are."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-        for writer in self._writers:
-            writer.transport.abort()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._writers.clear()
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there_reader, there = await asyncio.open_connection("127.0.0.1", self._server.port)
-        self._writers |= {writer, there}
-        for source, sink, delayed in ((reader, there, True), (there_reader, writer, False)):
-            task = asyncio.create_task(self._pass_on(source, sink, delayed))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, delayed: bool) -> None:
-        try:
-            while data := await source.read(65536):
-                if delayed and self.delay_s:
-                    await asyncio.sleep(self.delay_s)
-                await self._open.wait()
-                sink.write(data)
-        except ConnectionError:
-            pass
-        finally:
-            sink.close()
+__all__ = ["Relay", "relay_to"]
 
 
 @asynccontextmanager
 async def relay_to(server: EtcdServer) -> AsyncIterator[Relay]:
-    relay = Relay(server)
+    relay = Relay(server.port)
     await relay.open()
     try:
         yield relay
