@@ -1,8 +1,9 @@
 """Who is in a fleet, which role each worker should have, and who leads: the contract, as plain data.
 
 - Members (workers, schedulers, front ends) are there as long as their lease is renewed. Leases are liveness.
-- Each worker has an `Assignment`, the wanted role, written by compare and set; what it
-  has is in its own `RoleReport`.
+- Each worker has an `Assignment`, the wanted role and shard, written by compare and set; what it
+  has is in its own `RoleReport` and its own record.
+- A shard may be retired: it takes nothing new, and its workers are wanted elsewhere.
 - An election of a name has one leader at a time, with an epoch that strictly grows from leader to leader.
   A worker obeys the highest epoch; a write that names the leadership (`fence`) fails once another leads.
 - Reads never wait: `snapshot` gives the last known state, marked stale with its age when the service behind
@@ -91,7 +92,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The wanted role of a worker. `number` grows with every change in the fleet; compare and set by it."""
+    """The wanted role and shard of a worker. `number` grows with every change in the fleet; compare and set
+    by it. shard: empty for the one that it was started for."""
 
     worker_id: str
     role: Role
@@ -100,11 +102,13 @@ class Assignment:
     number: int
     pinned: bool = False
     at_time_s: float = 0.0
+    shard: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One change of a wanted role, as history keeps it. from_role None: its first."""
+    """One change of a wanted role or shard, as history keeps it. from_role None: its first. Shards empty: it
+    stays where it is."""
 
     number: int
     worker_id: str
@@ -114,6 +118,8 @@ class Move:
     by: str
     at_time_s: float
     facts: Facts = field(default_factory=dict)  # figures behind it, such as the pressures
+    from_shard: str = ""
+    to_shard: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,15 @@ class Leader:
     election: str
     candidate: str  # by custom its member id, under which its address is found
     epoch: int
+    at_time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RetiredShard:
+    """A shard that is taken out of service, by whom and when."""
+
+    name: str
+    by: str
     at_time_s: float = 0.0
 
 
@@ -139,6 +154,7 @@ class FleetSnapshot:
     assignments: Mapping[str, Assignment] = field(default_factory=dict)
     leaders: Mapping[str, Leader] = field(default_factory=dict)
     moves: tuple[Move, ...] = ()  # newest first, the last few hundred
+    retired: Mapping[str, RetiredShard] = field(default_factory=dict)
     unreadable: tuple[str, ...] = ()
     stale: bool = False
     age_s: float = 0.0
@@ -258,13 +274,15 @@ class Membership(Protocol):
         facts: Facts | None = None,
         fence: Leadership | None = None,
         force: bool = False,
+        shard: str = "",
     ) -> Assignment:
-        """Set the wanted role if the number of the present one is `expected` (0: there is none).
+        """Set the wanted role (and shard, where given) if the number of the present one is `expected` (0:
+        there is none).
 
-        The worker need not be a member now.
+        The worker need not be a member now. shard: empty leaves it as it is wanted.
 
-        The role that is wanted already is no move: the present assignment is returned. Raises Conflict,
-        WorkerPinned (without `force`), Fenced, MembershipUnavailable.
+        What is wanted already is no move: the present assignment is returned. Raises Conflict, WorkerPinned
+        (without `force`), Fenced, MembershipUnavailable.
         """
         ...
 
@@ -285,6 +303,10 @@ class Membership(Protocol):
 
     async def forget(self, worker_id: str, *, expected: int, fence: Leadership | None = None) -> None:
         """Drop the assignment of a worker that will not come back. Raises as `assign`."""
+        ...
+
+    async def retire(self, shard: str, retired: bool, *, by: str) -> None:
+        """Take a shard out of service, or back into it. Twice is harmless. Raises MembershipUnavailable."""
         ...
 
     async def campaign(

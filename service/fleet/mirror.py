@@ -23,6 +23,7 @@ from service.fleet.membership import (
     MembershipRefused,
     MembershipUnavailable,
     Move,
+    RetiredShard,
 )
 from service.fleet.records import Keys, Record, decode
 from service.fleet.store import Batch, Compacted, Entry, Store
@@ -104,6 +105,7 @@ class Mirror:
         assignments: dict[str, Assignment] = {}
         leaders: dict[str, Leader] = {}
         moves: list[Move] = []
+        retired: dict[str, RetiredShard] = {}
         for record in self._records.values():
             match record:
                 case Member():
@@ -114,9 +116,11 @@ class Mirror:
                     leaders[record.election] = record
                 case Move():
                     moves.append(record)
+                case RetiredShard():
+                    retired[record.name] = record
         moves.sort(key=lambda move: -move.number)
         unreadable = tuple(sorted(self._unreadable))
-        return FleetSnapshot(self.revision, members, assignments, leaders, tuple(moves), unreadable)
+        return FleetSnapshot(self.revision, members, assignments, leaders, tuple(moves), retired, unreadable)
 
     # --- waiting ------------------------------------------------------------------------------------------
 

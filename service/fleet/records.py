@@ -5,6 +5,7 @@
     /plaserve/<fleet>/number                number of the newest assignment
     /plaserve/<fleet>/moves/<number>        history; the oldest are deleted as new ones come
     /plaserve/<fleet>/elections/<name>      under the leader's lease; its creating revision is the epoch
+    /plaserve/<fleet>/retired/<shard>       there while the shard is out of service
 
 Unknown fields are passed over, so that a newer version may add some; a value that lacks one, or that is no
 JSON, is reported as unreadable and left out.
@@ -18,10 +19,19 @@ from typing import Any
 
 from service.core.reconcile import MoveReason
 from service.core.types import Role
-from service.fleet.membership import Assignment, Facts, Leader, Member, MemberKind, Move, RoleReport
+from service.fleet.membership import (
+    Assignment,
+    Facts,
+    Leader,
+    Member,
+    MemberKind,
+    Move,
+    RetiredShard,
+    RoleReport,
+)
 from service.fleet.store import Entry
 
-Record = Member | Assignment | Move | Leader | int
+Record = Member | Assignment | Move | Leader | RetiredShard | int
 
 FACTS_BYTES_MAX = 256 * 1024  # etcd takes requests of up to 1.5 MiB by default
 _NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
@@ -55,8 +65,11 @@ class Keys:
     def election(self, name: str) -> str:
         return f"{self.prefix}elections/{check_name(name, 'election')}"
 
+    def retired(self, shard: str) -> str:
+        return f"{self.prefix}retired/{check_name(shard, 'shard')}"
+
     def split(self, key: str) -> tuple[str, str]:
-        """(members | roles | moves | elections | number, name)."""
+        """(members | roles | moves | elections | retired | number, name)."""
         group, _, name = key.removeprefix(self.prefix).partition("/")
         return group, name
 
@@ -110,6 +123,7 @@ def encode_assignment(assignment: Assignment) -> str:
             "number": assignment.number,
             "pinned": assignment.pinned,
             "at_time_s": assignment.at_time_s,
+            "shard": assignment.shard,
         }
     )
 
@@ -124,8 +138,14 @@ def encode_move(move: Move) -> str:
             "by": move.by,
             "at_time_s": move.at_time_s,
             "facts": _plain(move.facts),
+            "from_shard": move.from_shard,
+            "to_shard": move.to_shard,
         }
     )
+
+
+def encode_retired(shard: RetiredShard) -> str:
+    return _dump({"by": shard.by, "at_time_s": shard.at_time_s})
 
 
 def encode_leader(candidate: str, at_time_s: float) -> str:
@@ -168,6 +188,7 @@ def _assignment(name: str, value: dict[str, Any], _entry: Entry) -> Assignment:
         number=int(value["number"]),
         pinned=bool(value.get("pinned", False)),
         at_time_s=float(value.get("at_time_s", 0.0)),
+        shard=str(value.get("shard", "")),
     )
 
 
@@ -182,7 +203,13 @@ def _move(name: str, value: dict[str, Any], _entry: Entry) -> Move:
         by=str(value["by"]),
         at_time_s=float(value.get("at_time_s", 0.0)),
         facts=dict(value.get("facts") or {}),
+        from_shard=str(value.get("from_shard", "")),
+        to_shard=str(value.get("to_shard", "")),
     )
+
+
+def _retired(name: str, value: dict[str, Any], _entry: Entry) -> RetiredShard:
+    return RetiredShard(name, str(value["by"]), float(value.get("at_time_s", 0.0)))
 
 
 def _leader(name: str, value: dict[str, Any], entry: Entry) -> Leader:
@@ -199,4 +226,5 @@ _DECODERS: dict[str, Any] = {
     "roles": _assignment,
     "moves": _move,
     "elections": _leader,
+    "retired": _retired,
 }

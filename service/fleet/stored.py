@@ -32,17 +32,20 @@ from service.fleet.membership import (
     MembershipRefused,
     MembershipUnavailable,
     Move,
+    RetiredShard,
     WorkerPinned,
 )
 from service.fleet.mirror import Backoff, Mirror
 from service.fleet.records import (
     Keys,
     check_facts,
+    check_name,
     decode,
     encode_assignment,
     encode_leader,
     encode_member,
     encode_move,
+    encode_retired,
 )
 from service.fleet.store import Aspect, Condition, Delete, Entry, LeaseGone, Put, Store
 
@@ -189,18 +192,22 @@ class StoreMembership:
         facts: Facts | None = None,
         fence: Leadership | None = None,
         force: bool = False,
+        shard: str = "",
     ) -> Assignment:
         facts = facts or {}
         check_facts(facts)
+        if shard:
+            check_name(shard, "shard")
 
         def decide(present: Assignment | None, number: int) -> Assignment:
             _expect(worker_id, present, expected)
-            if present is not None and present.role is role:
+            placed = shard or (present.shard if present is not None else "")
+            if present is not None and (present.role, present.shard) == (role, placed):
                 return present
             if present is not None and present.pinned and not force:
                 raise WorkerPinned(f"{worker_id} is pinned to {present.role} by {present.by}", present)
             pinned = present is not None and present.pinned
-            return Assignment(worker_id, role, reason, by, number, pinned, self._clock.time_s())
+            return Assignment(worker_id, role, reason, by, number, pinned, self._clock.time_s(), placed)
 
         changed = await self._change(worker_id, decide, fence, facts)
         assert changed is not None
@@ -225,7 +232,8 @@ class StoreMembership:
             if present is not None and present.role is wanted and present.pinned == pinned:
                 return present
             now_s = self._clock.time_s()
-            return Assignment(worker_id, wanted, MoveReason.PINNED, by, number, pinned, now_s)
+            placed = present.shard if present is not None else ""
+            return Assignment(worker_id, wanted, MoveReason.PINNED, by, number, pinned, now_s, placed)
 
         changed = await self._change(worker_id, decide, fence, {})
         assert changed is not None
@@ -292,14 +300,21 @@ class StoreMembership:
             Put(self._keys.role(worker_id), encode_assignment(wanted)),
             Put(self._keys.number, str(number)),
         ]
-        if present is None or present.role is not wanted.role:
-            from_role = present.role if present is not None else None
-            to_role, now_s = wanted.role, wanted.at_time_s
-            move = Move(number, worker_id, from_role, to_role, wanted.reason, wanted.by, now_s, facts)
+        member = self.mirror.record(self._keys.member(worker_id))
+        move = _move(present, wanted, member.shard if isinstance(member, Member) else "", facts)
+        if move is not None:
             writes.append(Put(self._keys.move(number), encode_move(move)))
             if number > MOVES_KEPT:
                 writes.append(Delete(self._keys.move(0), self._keys.move(number - MOVES_KEPT + 1)))
         return writes
+
+    async def retire(self, shard: str, retired: bool, *, by: str) -> None:
+        key = self._keys.retired(shard)
+        write: Put | Delete = Delete(key)
+        if retired:
+            write = Put(key, encode_retired(RetiredShard(shard, by, self._clock.time_s())))
+        committed = await self._store.commit([], [write])
+        await self._seen(committed.revision)
 
     # --- elections ----------------------------------------------------------------------------------------
 
@@ -351,6 +366,20 @@ class StoreMembership:
             await keeper.drop()
             return None
         return HeldLead(keeper, key, Leader(election, candidate, committed.revision, now_s), on_lost)
+
+
+def _move(present: Assignment | None, wanted: Assignment, here: str, facts: Facts) -> Move | None:
+    """What history keeps of a change; None where only the pin changed. here: the worker's present shard."""
+    from_role = present.role if present is not None else None
+    from_shard, to_shard = (present.shard if present is not None else "") or here, wanted.shard or here
+    if from_shard == to_shard:
+        from_shard = to_shard = ""
+        if from_role is wanted.role:
+            return None
+    return Move(
+        wanted.number, wanted.worker_id, from_role, wanted.role, wanted.reason, wanted.by, wanted.at_time_s,
+        facts, from_shard, to_shard,
+    )  # fmt: skip
 
 
 def _expect(worker_id: str, present: Assignment | None, expected: int) -> None:

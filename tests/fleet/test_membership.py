@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from membership_backends import TIMES, Backend, assign, worker
 
+from service.core.reconcile import MoveReason
 from service.core.types import Role
 from service.fleet.membership import (
     Assignment,
@@ -277,3 +278,35 @@ async def test_an_assignment_outlives_its_worker_until_it_is_forgotten(backend: 
     await membership.forget("w1", expected=made.number)
     assert membership.snapshot().assignments == {}
     assert (await assign(membership, "w1", Role.SP)).number > made.number, "numbers are not used twice"
+
+
+async def test_a_wanted_shard_is_written_beside_the_role_and_kept_by_later_moves(backend: Backend) -> None:
+    membership = await backend.connect()
+    await membership.join(worker())
+    first = await assign(membership, "w1", Role.SP)
+    away = await assign(membership, "w1", Role.SP, first.number, shard="s2", reason=MoveReason.BALANCE)
+    assert (away.role, away.shard, away.reason) == (Role.SP, "s2", MoveReason.BALANCE)
+    other = await assign(membership, "w1", Role.LP, away.number)
+    pinned = await membership.pin("w1", True, by="ann")
+    assert [given.shard for given in (other, pinned)] == ["s2", "s2"]
+    with pytest.raises(WorkerPinned):
+        await assign(membership, "w1", Role.LP, pinned.number, shard="s1")
+    with pytest.raises(Conflict):
+        await assign(membership, "w1", Role.LP, 0, shard="s1", force=True)
+    with pytest.raises(ValueError, match="shard"):
+        await assign(membership, "w1", Role.LP, pinned.number, shard="a/b")
+    assert membership.snapshot().assignments["w1"] == pinned
+    shards = [(m.from_role, m.to_role, m.from_shard, m.to_shard) for m in membership.snapshot().moves]
+    assert shards == [(Role.SP, Role.LP, "", ""), (Role.SP, Role.SP, "s1", "s2"), (None, Role.SP, "", "")]
+    assert (await backend.connect()).snapshot().assignments["w1"] == pinned
+
+
+async def test_a_shard_is_retired_and_back_for_all(backend: Backend) -> None:
+    one, two = await backend.connect(), await backend.connect()
+    for _ in range(2):
+        await one.retire("s1", True, by="ann")
+        await backend.until(lambda: "s1" in two.snapshot().retired)
+        assert two.snapshot().retired["s1"].by == "ann"
+    for _ in range(2):
+        await two.retire("s1", False, by="ben")
+        await backend.until(lambda: one.snapshot().retired == {})
