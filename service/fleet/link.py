@@ -1,7 +1,8 @@
 """The bookkeeping of a link that survives its streams: whom a worker obeys, and what is sent again.
 
-`Fence` knows the highest (epoch, incarnation, attempt) that a worker has heard. An epoch is one scheduler's,
-an incarnation is one use that it makes of the worker, an attempt is one stream.
+`Fence` knows the highest (epoch, incarnation, attempt) that a worker has heard of its shard. An epoch is one
+scheduler's, an incarnation is one use that it makes of the worker, an attempt is one stream. Epochs of two
+shards say nothing about each other, so a scheduler of another shard is refused whatever its epoch.
 
 Of each direction `Outbox` numbers what is sent, from 1, and keeps it until it is acknowledged; `Inbox` takes
 each number once. A stream that breaks loses nothing then: the next one begins with what each side has, and
@@ -107,22 +108,43 @@ class Caller:
     incarnation: int
     attempt: int
     resume: bool = False
+    shard: str = ""  # that it schedules; empty: it does not say
 
 
 class Fence:
-    """The highest caller that a worker has heard."""
+    """The highest caller that a worker has heard, of each shard that it was in. shard: its own now; empty
+    before it is told."""
 
     def __init__(self) -> None:
-        self._now: Caller | None = None
+        self.shard = ""
+        self._heard: dict[str, Caller] = {}
+        self._floor: dict[str, int] = {}
 
     @property
     def epoch(self) -> int:
-        """0: nobody called yet."""
-        return self._now.epoch if self._now is not None else 0
+        """The least that is obeyed; 0: any, as nobody called yet."""
+        now = self._heard.get(self.shard)
+        return max(now.epoch if now is not None else 0, self._floor.get(self.shard, 0))
+
+    def move(self, shard: str, epoch: int) -> None:
+        """Obey this shard's schedulers from now on, and none of an epoch below `epoch`."""
+        self.shard = shard
+        self._floor[shard] = max(epoch, self._floor.get(shard, 0))
+
+    def foreign(self, caller: Caller) -> bool:
+        """Whether it schedules another shard."""
+        return bool(caller.shard and self.shard) and caller.shard != self.shard
 
     def claim(self, caller: Caller) -> tuple[Claim, str]:
         """What a caller may do, and why not more. Only the highest is remembered."""
-        now = self._now
+        if self.foreign(caller):
+            return (
+                Claim.STALE,
+                f"this worker is of shard {self.shard}, {caller.scheduler_id} of {caller.shard}",
+            )
+        now = self._heard.get(self.shard)
+        if caller.epoch < self._floor.get(self.shard, 0):
+            return Claim.STALE, f"epoch {caller.epoch} is over; shard {self.shard} has {self.epoch}"
         if now is not None:
             if caller.epoch < now.epoch:
                 return Claim.STALE, f"epoch {caller.epoch} is over; {now.scheduler_id} has epoch {now.epoch}"
@@ -131,7 +153,7 @@ class Fence:
             mine, theirs = (now.incarnation, now.attempt), (caller.incarnation, caller.attempt)
             if caller.epoch == now.epoch and theirs <= mine:
                 return Claim.STALE, f"stream {theirs} of epoch {caller.epoch} came after stream {mine}"
-        self._now = caller
+        self._heard[self.shard] = caller
         same = now is not None and (now.epoch, now.incarnation) == (caller.epoch, caller.incarnation)
         return (Claim.RESUME if same and caller.resume else Claim.TAKEOVER), ""
 

@@ -139,7 +139,7 @@ class Reign:
         """Take the worker over, use it until it is down, and again, while it is a member."""
         while True:
             self._takeovers = incarnation = self._takeovers + 1
-            caller = Caller(self.scheduler_id, self.epoch, incarnation, attempt=0)
+            caller = Caller(self.scheduler_id, self.epoch, incarnation, attempt=0, shard=self.shard)
             worker = RemoteWorker(
                 held.member.address, caller, self.open_channel, self.settings, front_end_of=front_end_of
             )

@@ -1,4 +1,4 @@
-"""The worker's end of the control link, without gRPC: one session is one incarnation of one scheduler.
+"""The worker's end of the control link: one session is one incarnation of one scheduler.
 
 A session keeps what was sent and not acknowledged, takes commands once, and outlives its streams. What goes
 out on a stream waits in a queue: it is bounded by the outbox, since everything else in it is skipped while it
@@ -8,9 +8,13 @@ is not empty.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
+
+import grpc.aio
 
 from protos.plaserve.v1 import worker_pb2 as pb
-from service.fleet.link import Caller, Inbox, LinkBroken, Outbox
+from service.fleet.convert import BadMessage
+from service.fleet.link import PROTOCOL_VERSION, Caller, Inbox, LinkBroken, Outbox
 
 
 class Stream:
@@ -89,3 +93,25 @@ class Session:
     def _stamped(self, message: pb.ControlResponse) -> pb.ControlResponse:
         message.epoch, message.acknowledged = self.caller.epoch, self.inbox.last
         return message
+
+
+def caller_of(message: pb.ControlRequest | None) -> tuple[Caller, int]:
+    """Who says Hello, and the last event that is there. Raises BadMessage."""
+    if not isinstance(message, pb.ControlRequest) or not message.HasField("hello"):
+        raise BadMessage("ControlRequest.hello: is missing; a stream begins with it")
+    hello = message.hello
+    if hello.protocol_version != PROTOCOL_VERSION:
+        raise BadMessage(
+            f"Hello.protocol_version: {hello.protocol_version}; this worker speaks {PROTOCOL_VERSION}"
+        )
+    if not message.epoch or not hello.scheduler_id:
+        raise BadMessage("Hello: epoch and scheduler_id must be given")
+    caller = Caller(
+        hello.scheduler_id, message.epoch, hello.incarnation, hello.attempt, hello.resume, hello.shard
+    )
+    return caller, message.acknowledged
+
+
+async def write_all(stream: Stream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    while (message := await stream.queue.get()) is not None:
+        await context.write(message)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,6 +101,27 @@ def test_only_the_highest_caller_is_obeyed(callers: list[Caller]) -> None:
             assert (claim is Claim.RESUME) == (caller.resume and place[:2] == highest[:2])
             highest, owner = place, caller.scheduler_id
         assert fence.epoch == highest[0]
+
+
+@given(
+    st.lists(st.tuples(CALLERS, st.sampled_from("xy"), st.sampled_from("xy"), st.integers(0, 3)), max_size=25)
+)
+def test_a_worker_in_several_shards_keeps_each_apart(
+    history: list[tuple[Caller, str, str, int]],
+) -> None:
+    """Whoever is of another shard is refused and changes nothing; a shard's epochs outlast the absence."""
+    fence, alone, floors = Fence(), {"x": Fence(), "y": Fence()}, {"x": 0, "y": 0}
+    for caller, said, shard, floor in history:
+        fence.move(shard, floor)
+        floors[shard] = max(floors[shard], floor)
+        claim, _ = fence.claim(replace(caller, shard=said))
+        if said != shard or caller.epoch < floors[shard]:
+            assert claim is Claim.STALE
+        else:
+            assert claim is alone[shard].claim(caller)[0]
+        assert fence.epoch == max(floors[shard], alone[shard].epoch)
+        assert fence.foreign(replace(caller, shard=said)) == (said != shard)
+        assert not fence.foreign(caller)  # of a release that does not say
 
 
 @pytest.mark.parametrize(
