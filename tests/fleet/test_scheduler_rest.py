@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_processes import fleet, read, submit, until
 
 from service.core.types import Outcome
-from service.fleet import processes
+from service.fleet import scheduler_process
 from service.fleet.reign import Reign
 from service.fleet.rest import Rest
 
@@ -39,7 +39,7 @@ async def test_a_reign_that_fails_at_once_is_not_followed_by_the_next_at_once(
 ) -> None:
     async with fleet(workers=1, schedulers=1, front_ends=1) as made:
         alone = made.active
-        monkeypatch.setattr(processes, "Reign", Failing)
+        monkeypatch.setattr(scheduler_process, "Reign", Failing)
         alone.gate.reign._end("the core failed: planted")
         await asyncio.sleep(1.2)  # rests of 0.5, 1 and 2 s
         assert 1 <= alone.reigns <= 3

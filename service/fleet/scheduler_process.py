@@ -1,0 +1,111 @@
+"""The scheduler of a fleet: stands for election in its shard, leads with a `Reign` or waits as a standby."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from service.core.scheduler import PrefillScheduler
+from service.fleet.gate import SchedulerGate
+from service.fleet.health import LinkSettings
+from service.fleet.membership import Lease, LeaseState, Member, MemberKind, Membership
+from service.fleet.place import Place, Port, join, tell_failure
+from service.fleet.reign import Observe, Reign, election_of
+from service.fleet.rest import Rest
+from service.runtime.contract import Snapshot
+
+log = logging.getLogger(__name__)
+
+
+class SchedulerProcess:
+    """failed: set to the reason once its loop can't go on. make: a fresh scheduling core, one a reign.
+    observe: who hears of a reign's requests and passes."""
+
+    def __init__(
+        self,
+        place: Place,
+        membership: Membership,
+        make: Callable[[], PrefillScheduler],
+        policy: str,
+        backend: str,
+        observe: Observe = lambda model, backend, t_classes: (),
+        link: LinkSettings | None = None,
+    ) -> None:
+        self._place = place
+        self._membership = membership
+        self._make = make
+        self._policy = policy
+        self._backend = backend
+        self._observe = observe
+        self._link = link
+        self.gate = SchedulerGate(place.member_id)
+        self._port = Port(place, [self.gate.handlers, self.gate.status_handlers])
+        self._lease: Lease | None = None
+        self._running: asyncio.Task[None] | None = None
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.reigns = 0
+
+    @property
+    def address(self) -> str:
+        return self._port.address
+
+    async def start(self) -> None:
+        await self._port.start()
+        member = Member(self._place.member_id, MemberKind.SCHEDULER, self.address, self._place.shard)
+        self._lease = await join(self._membership, member)
+        self._running = asyncio.create_task(self._run(), name="election")
+        self._running.add_done_callback(partial(tell_failure, self.failed))
+
+    def snapshot(self) -> Snapshot:
+        """Of the present reign, counts begin with it; a standby has nothing."""
+        return self.gate.reign.pump.snapshot() if self.gate.reign is not None else Snapshot.empty()
+
+    @property
+    def works(self) -> bool:
+        """Whether its loop goes on; a standby's does too."""
+        return self._running is not None and not self._running.done()
+
+    async def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        if self._lease is not None:
+            await self._lease.leave()
+        await self._port.stop()
+
+    async def _run(self) -> None:
+        rest = Rest()
+        while True:
+            shard = self._place.shard
+            leadership = await self._membership.campaign(election_of(shard), self._place.member_id)
+            reign = Reign(
+                shard,
+                self._place.member_id,
+                leadership.epoch,
+                self._make(),
+                self._membership,
+                self._place.open_channel,
+                self._backend,
+                self._policy,
+                self._observe,
+                self._link,
+            )
+            log.info("%s leads shard %s, epoch %d", self._place.member_id, shard, leadership.epoch)
+            self.reigns += 1
+            lost = asyncio.ensure_future(leadership.lost())
+            try:
+                self.gate.reign = reign
+                await reign.start()
+                await asyncio.wait({lost, reign.ended}, return_when=asyncio.FIRST_COMPLETED)
+                why = reign.ended.result() if reign.ended.done() else lost.result()
+                log.warning("the reign over shard %s, epoch %d, is over: %s", shard, leadership.epoch, why)
+            finally:
+                lost.cancel()
+                self.gate.reign = None
+                await reign.close()
+                if leadership.state is not LeaseState.LOST:
+                    await leadership.resign()
+            if not lost.done() or lost.cancelled():
+                await asyncio.sleep(rest.after(asyncio.get_running_loop().time() - reign.start_s))
