@@ -232,6 +232,7 @@ class RemoteWorker:
                 incarnation=self._caller.incarnation,
                 attempt=attempt,
                 resume=resume,
+                shard=self._caller.shard,
             )
             stream.put(self._stamped(pb.ControlRequest(hello=hello)))
             first = await stream.read()

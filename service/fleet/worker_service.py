@@ -1,4 +1,4 @@
-"""WorkerService: an instance of this process, obeyed by the scheduler of the highest epoch.
+"""WorkerService: an instance of this process, which obeys the scheduler of its shard with the highest epoch.
 
 The instance is a `WorkerEngine`; this puts its commands and events on a stream (`link` says
 how they survive a break) and its tokens on others (`tokens`).
@@ -48,7 +48,7 @@ from service.fleet.link import PROTOCOL_VERSION, SERVICE, Caller, Claim, Fence, 
 from service.fleet.token_service import TokenServicer
 from service.fleet.tokens import TokenSettings
 from service.fleet.worker_engine import WorkerEngine, now_s
-from service.fleet.worker_session import Session, Stream
+from service.fleet.worker_session import Session, Stream, caller_of, write_all
 from service.runtime.worker import PassRunner
 
 log = logging.getLogger(__name__)
@@ -115,6 +115,19 @@ class WorkerServicer:
         """Ask for nothing new, until `release` or `unseat`. What is here goes on."""
         self._hold = reason
         self._say_leaving()
+
+    def join_shard(self, shard: str, epoch: int = 0) -> None:
+        """Obey the schedulers of this shard only, and of them none of an epoch below `epoch`. What is here of
+        another shard's is given up; its scheduler hears that the worker is gone."""
+        before = self._fence.shard
+        self._fence.move(shard, epoch)
+        if shard == before:
+            return
+        self._cancel_orphan()
+        session, self._session = self._session, None
+        if session is not None and session.stream is not None:
+            session.stream.end(self._stale(session.caller, f"the worker has left shard {before} for {shard}"))
+        self._give_up_all()
 
     def release(self) -> None:
         """Take work again after `hold`."""
@@ -197,10 +210,10 @@ class WorkerServicer:
 
     async def control(self, requests: object, context: Context) -> None:
         try:
-            caller, has = _caller(await context.read())
+            caller, has = caller_of(await context.read())
             claim, why = self._fence.claim(caller)
             if claim is Claim.STALE:
-                await context.write(self._stale(why))
+                await context.write(self._stale(caller, why))
                 return
             if self._unseated or (claim is Claim.TAKEOVER and self.failed.done()):
                 why = self.failed.result() if self.failed.done() else self._unseated
@@ -222,7 +235,7 @@ class WorkerServicer:
             return session
         log.info("%s obeys %s, epoch %d", self.spec.instance_id, caller.scheduler_id, caller.epoch)
         if session is not None and session.stream is not None:
-            session.stream.end(self._stale(f"{caller.scheduler_id} has epoch {caller.epoch}"))
+            session.stream.end(self._stale(session.caller, f"{caller.scheduler_id} has epoch {caller.epoch}"))
         self._session = Session(caller)
         self.engine.revoke_staged()  # unheard: the new session is not settled
         return self._session
@@ -243,7 +256,7 @@ class WorkerServicer:
 
     async def _converse(self, session: Session, stream: Stream, context: Context) -> None:
         """Until the stream ends, from either side."""
-        write = asyncio.create_task(_write(stream, context))
+        write = asyncio.create_task(write_all(stream, context))
         read = asyncio.create_task(self._read(session, stream, context))
         beat = asyncio.create_task(self._beat(session, stream))
         try:
@@ -370,31 +383,14 @@ class WorkerServicer:
             self._settings.orphan_s,
             len(self.engine.held),
         )
+        self._give_up_all()
+
+    def _give_up_all(self) -> None:
         self.engine.revoke_staged()
         for request_id in self.engine.held:
             self.engine.abort(request_id)
 
-    def _stale(self, why: str) -> pb.ControlResponse:
-        return pb.ControlResponse(
-            epoch=self._fence.epoch, stale_epoch=pb.StaleEpoch(highest_epoch=self._fence.epoch, reason=why)
-        )
-
-
-def _caller(message: pb.ControlRequest | None) -> tuple[Caller, int]:
-    """Who says Hello, and the last event that is there. Raises BadMessage."""
-    if not isinstance(message, pb.ControlRequest) or not message.HasField("hello"):
-        raise BadMessage("ControlRequest.hello: is missing; a stream begins with it")
-    hello = message.hello
-    if hello.protocol_version != PROTOCOL_VERSION:
-        raise BadMessage(
-            f"Hello.protocol_version: {hello.protocol_version}; this worker speaks {PROTOCOL_VERSION}"
-        )
-    if not message.epoch or not hello.scheduler_id:
-        raise BadMessage("Hello: epoch and scheduler_id must be given")
-    caller = Caller(hello.scheduler_id, message.epoch, hello.incarnation, hello.attempt, hello.resume)
-    return caller, message.acknowledged
-
-
-async def _write(stream: Stream, context: Context) -> None:
-    while (message := await stream.queue.get()) is not None:
-        await context.write(message)
+    def _stale(self, caller: Caller, why: str) -> pb.ControlResponse:
+        epoch = self._fence.epoch
+        highest = 0 if self._fence.foreign(caller) else epoch
+        return pb.ControlResponse(epoch=epoch, stale_epoch=pb.StaleEpoch(highest_epoch=highest, reason=why))
