@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from uuid import uuid4
 
 from engines.types import EngineRequest
 from service.core.types import Request
-from service.fleet.membership import Lease, Member, MemberKind, Membership
+from service.fleet.membership import FleetSnapshot, Lease, Member, MemberKind, Membership
 from service.fleet.place import Place, join
-from service.fleet.reign import election_of
 from service.fleet.remote_runtime import RemoteHandle, RemoteRuntime, RemoteSettings
 from service.fleet.scheduler_link import GrpcSchedulerLink, Welcome
+from service.fleet.shards import EVERY_SHARD, address_of, scheduled, shard_capacities
 from service.fleet.token_link import TokenLink
 from service.runtime.contract import Observer
 
 
 class FrontEndProcess:
-    """runtime: a `contract.Runtime` for the surfaces, over the fleet; started and closed here."""
+    """runtime: a `contract.Runtime` for the surfaces, over the fleet; started and closed here.
+    shards: whose schedulers it sends to, or EVERY_SHARD; None: that of its place."""
 
     def __init__(
         self,
@@ -26,13 +28,14 @@ class FrontEndProcess:
         membership: Membership,
         settings: RemoteSettings | None = None,
         observers: Sequence[Observer] = (),
+        shards: Sequence[str] | None = None,
     ) -> None:
         self._place = place
         self._membership = membership
         # New with each life, so that no worker takes it for the one before.
         self.name = f"{place.member_id}-{uuid4().hex[:8]}"
-        link = GrpcSchedulerLink(self._locate, open_channel=place.open_channel)
-        self.runtime = RemoteRuntime(self.name, link, settings, observers)
+        self._shards = (place.shard,) if shards is None else tuple(shards)
+        self.runtime = RemoteRuntime(self.name, None, settings, observers)
         self._links: dict[str, TokenLink] = {}  # by worker
         self._lease: Lease | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -41,7 +44,7 @@ class FrontEndProcess:
         """address: of its surface for clients."""
         member = Member(self._place.member_id, MemberKind.FRONTEND, address, self._place.shard)
         self._lease = await join(self._membership, member)
-        self._watching = asyncio.create_task(self._watch(), name="token links")
+        self._watching = asyncio.create_task(self._watch(), name="shards and workers")
         await self.runtime.start()
 
     async def close(self) -> None:
@@ -65,24 +68,33 @@ class FrontEndProcess:
     def submit(self, request: Request, engine_request: EngineRequest) -> RemoteHandle:
         return self.runtime.submit(request, engine_request)
 
-    async def _locate(self) -> str | None:
-        leader = self._membership.leader(election_of(self._place.shard))
-        if leader is None:
-            return None
-        member = self._membership.snapshot().members.get(leader.candidate)
-        return member.address if member is not None else None
+    async def _locate(self, shard: str) -> str | None:
+        return address_of(self._membership.snapshot(), shard)
 
     async def _watch(self) -> None:
-        """A token stream to every worker that is there. A stale state takes none away."""
+        """Follow shards and workers. A stale state takes none away."""
         async for snapshot in self._membership.watch():
-            members = {m.member_id: m for m in snapshot.of(MemberKind.WORKER, self._place.shard)}
-            for name, link in list(self._links.items()):
-                gone = name not in members and not snapshot.stale
-                moved = name in members and members[name].address != link.address
-                if gone or moved:
-                    await self._links.pop(name).close()
-            for name, member in members.items():
-                if name not in self._links:
-                    link = TokenLink(member.address, self.name, self.runtime.tokens, self._place.open_channel)
-                    self._links[name] = link
-                    link.start()
+            shards = scheduled(snapshot) if EVERY_SHARD in self._shards else set(self._shards)
+            for shard in shards.difference(self.runtime.uplinks.shards):
+                link = GrpcSchedulerLink(partial(self._locate, shard), self._place.open_channel)
+                self.runtime.uplinks.add(shard, link)
+            self.runtime.uplinks.tell(shard_capacities(snapshot), snapshot.retired)
+            await self._follow_workers(snapshot, shards)
+            for shard in self.runtime.uplinks.down if not snapshot.stale else ():
+                if shard not in shards:
+                    await self.runtime.uplinks.drop(shard, "it has no scheduler any more")
+
+    async def _follow_workers(self, snapshot: FleetSnapshot, shards: Collection[str]) -> None:
+        """A token stream to every worker that is there; one that goes to another shard keeps it."""
+        everywhere = EVERY_SHARD in self._shards
+        members = {m.member_id: m for m in snapshot.of(MemberKind.WORKER) if everywhere or m.shard in shards}
+        for name, link in list(self._links.items()):
+            gone = name not in members and not snapshot.stale
+            moved = name in members and members[name].address != link.address
+            if gone or moved:
+                await self._links.pop(name).close()
+        for name, member in members.items():
+            if name not in self._links:
+                link = TokenLink(member.address, self.name, self.runtime.tokens, self._place.open_channel)
+                self._links[name] = link
+                link.start()

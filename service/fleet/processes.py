@@ -26,9 +26,9 @@ from service.fleet.health import LinkSettings
 from service.fleet.load import GrpcLoadSource
 from service.fleet.membership import DRAINING, Facts, Lease, Member, MemberKind, Membership, MembershipError
 from service.fleet.place import Place, Port, join, tell_failure
-from service.fleet.reign import election_of
 from service.fleet.roles import follow_assignment
 from service.fleet.scheduler_process import SchedulerProcess
+from service.fleet.shards import address_of
 from service.fleet.tokens import TokenSettings
 from service.fleet.worker_service import WorkerServicer
 from service.runtime.worker import PassRunner
@@ -148,6 +148,4 @@ class ControllerProcess:
         await self._port.stop()
 
     def _locate(self, shard: str) -> str | None:
-        leader = self._membership.leader(election_of(shard))
-        member = self._membership.snapshot().members.get(leader.candidate) if leader is not None else None
-        return member.address if member is not None else None
+        return address_of(self._membership.snapshot(), shard)

@@ -32,11 +32,6 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5  # after a worker could not be taken over, or was lost
 
 
-def election_of(shard: str) -> str:
-    """The election that the schedulers of a shard stand in."""
-    return f"shard-{shard}"
-
-
 Observe = Callable[[str, str, tuple[int, ...]], Sequence[Observer]]  # of a model, a backend and its T-classes
 
 

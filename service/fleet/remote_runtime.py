@@ -1,14 +1,19 @@
 """A runtime whose scheduler is another process: what a front end puts behind its gRPC surface.
 
-Requests go to the active scheduler on one stream; what becomes of them comes back on it, and their tokens
-come from wherever they run (`tokens`). A request is over when the scheduler has said how it ended and all of
-its tokens are there: as many as it said. Tokens may come twice (a worker that repeats after a break, or a
-second worker after the first was lost) or late; their index says which they are, and the first one counts.
+Requests go to the active scheduler of a shard, on one stream for each shard (`uplink`); what becomes of them
+comes back on it, and their tokens come from wherever they run (`tokens`). A request is over when the
+scheduler has said how it ended and all of its tokens are there: as many as it said. Tokens may come twice (a
+worker that repeats after a break, or a second worker after the first was lost) or late; their index says
+which they are, and the first one counts.
 
 When the scheduler is lost, what has shown its client no token is sent again, once, to the next one, under
-another wire id, so that late tokens of the first try are nobody's. Everything else ends as ENGINE_FAILED,
+another wire id, so that late tokens of the first try are nobody's. Everything else ends as UNAVAILABLE,
 which a client may repeat. Without a scheduler requests wait for one for a bounded time, and are then refused
-with advice when to try again. A scheduler of a lower epoch than the highest heard is not listened to.
+with advice when to try again.
+
+Of several shards a request goes to one, and stays there: a queue is never split. Only where a shard refuses
+it at the door (full, retired, without a worker) or is lost before a token came does it go to the next one of
+its order, to each shard once.
 
 Two counts always agree: submitted = ended + live.
 """
@@ -26,12 +31,14 @@ from engines.types import Capabilities, EngineRequest
 from protos.plaserve.v1 import scheduler_pb2 as pb
 from service.core.types import Lane, Outcome, Reason, Request
 from service.fleet.requests_convert import BadMessage, note_accepted, note_ended, submit_of
-from service.fleet.scheduler_link import LinkDown, SchedulerLink, Welcome
+from service.fleet.scheduler_link import SchedulerLink, Welcome
+from service.fleet.uplink import Uplink, Uplinks
 from service.runtime.contract import Ended, Observer, RequestRecord, Snapshot, Token
 
 log = logging.getLogger(__name__)
 
-TRIES_MAX = 2  # schedulers that a request is given to
+TRIES_MAX = 2  # schedulers that may lose a request
+_FULL = (Outcome.REJECTED_CAPACITY.value, Outcome.REJECTED_DRAINING.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +52,12 @@ class RemoteSettings:
 
 @dataclass(slots=True)
 class _Try:
-    """One attempt at a request. early: tokens that came before those in front of them."""
+    """One attempt at a request. accepted: it joined the queue of the shard. early: tokens that came before
+    those in front of them."""
 
     wire_id: str
+    uplink: Uplink
+    accepted: bool = False
     early: dict[int, int] = field(default_factory=dict)
     ended: pb.RequestEnded | None = None
 
@@ -59,7 +69,9 @@ class RemoteHandle:
         self.record = record
         self.engine_request = engine_request
         self.attempt: _Try | None = None  # None: waits for a scheduler
-        self.tries = 0  # attempts so far
+        self.tries = 0  # attempts that were lost, or may be
+        self.refused_by: set[str] = set()  # shards
+        self.weight = 0  # in the load of its uplink
         self.cancelled: bool | None = None  # `finished` of the cancel
         self.timer: asyncio.TimerHandle | None = None
         self._runtime = runtime
@@ -81,18 +93,21 @@ class RemoteHandle:
 
 
 class RemoteRuntime:
-    """`contract.Runtime` over a `SchedulerLink`. placed: told where the tokens of a wire id come from."""
+    """`contract.Runtime` over `SchedulerLink`s. link: of the only shard; None: they come by `uplinks.add`.
+    placed: told where the tokens of a wire id come from."""
 
     def __init__(
         self,
         front_end_id: str,
-        link: SchedulerLink,
+        link: SchedulerLink | None,
         settings: RemoteSettings | None = None,
         observers: Sequence[Observer] = (),
         placed: Callable[[str, str], None] = lambda wire_id, instance_id: None,
     ) -> None:
         self._front_end_id = front_end_id
-        self._link = link
+        self.uplinks = Uplinks(front_end_id, self)
+        if link is not None:
+            self.uplinks.add("", link)
         self._settings = settings or RemoteSettings()
         self._observers = observers
         self._placed = placed
@@ -101,17 +116,14 @@ class RemoteRuntime:
         self._numbers = count(1)
         self._outcomes: Counter[Outcome] = Counter()
         self._submitted = 0
-        self._epoch = 0
         self._draining = False
         self._idle = asyncio.Event()
-        self._running: asyncio.Task[None] | None = None
-        self.welcome: Welcome | None = None  # of the scheduler that is connected now
-        self.first_welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self.first_welcome = self.uplinks.first
 
     # --- contract.Runtime ---
 
     async def start(self) -> None:
-        self._running = asyncio.create_task(self._run(), name="scheduler-link")
+        self.uplinks.start()
 
     def submit(self, request: Request, engine_request: EngineRequest) -> RemoteHandle:
         """Raises ValueError for an id that is still live."""
@@ -125,10 +137,8 @@ class RemoteRuntime:
             observer.submitted(record)
         if self._draining:
             self._end(handle, Outcome.REJECTED_DRAINING, Reason.DRAINING, "the front end is stopping")
-        elif self.welcome is not None:
-            self._send(handle)
         else:
-            self._wait(handle)
+            self._place(handle)
         return handle
 
     def snapshot(self) -> Snapshot:
@@ -161,16 +171,19 @@ class RemoteRuntime:
         return len(self._live)
 
     async def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
         for handle in list(self._live.values()):
-            self._end(handle, Outcome.ENGINE_FAILED, Reason.DRAINING, "the front end is stopping")
-        await self._link.close()
+            self._end(handle, Outcome.UNAVAILABLE, Reason.DRAINING, "the front end is stopping")
+        for shard in self.uplinks.shards:
+            await self.uplinks.drop(shard, "the front end is stopping")
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """Of a scheduler that is connected now."""
+        return self.uplinks.welcome
 
     @property
     def capabilities(self) -> Capabilities | None:
-        """Of the instances behind the present scheduler; None without one."""
+        """Of the instances behind a present scheduler; None without one."""
         return self.welcome.capabilities if self.welcome is not None else None
 
     # --- what requests want ---
@@ -180,7 +193,7 @@ class RemoteRuntime:
         if handle.attempt is None:  # nobody else knows of it
             self._end(handle, Outcome.CANCELLED, Reason.CLIENT_CANCELLED)
             return
-        self._link.send(
+        handle.attempt.uplink.send(
             pb.FrontEndMessage(cancel=pb.CancelRequest(request_id=handle.attempt.wire_id, finished=finished))
         )
 
@@ -197,54 +210,27 @@ class RemoteRuntime:
             self._token(handle, token)
         self._end_if_whole(handle)
 
-    # --- the link ---
+    # --- uplink.Owner ---
 
-    async def _run(self) -> None:
-        """Keep a scheduler; hear what it says. Ends only with the runtime."""
-        while True:
-            try:
-                welcome = await self._link.connect(self._front_end_id)
-                if welcome.epoch < self._epoch:
-                    log.warning("scheduler %s has the old epoch %d", welcome.scheduler_id, welcome.epoch)
-                    await self._link.drop()
-                    continue
-                self._connected(welcome)
-                async for message in self._link:
-                    self._hear(message)
-                raise LinkDown("the scheduler ended the stream")
-            except LinkDown as error:
-                self._disconnected(str(error))
-            except Exception as error:  # a bug must not leave every request waiting
-                log.exception("the link to the scheduler failed")
-                self._disconnected(f"{type(error).__name__}: {error}")
+    def connected(self, uplink: Uplink) -> None:
+        if self.uplinks.serves(uplink):
+            for handle in list(self._live.values()):
+                if handle.attempt is None:
+                    self._place(handle)
 
-    def _connected(self, welcome: Welcome) -> None:
-        log.info("scheduler %s, epoch %d", welcome.scheduler_id, welcome.epoch)
-        self._epoch, self.welcome = welcome.epoch, welcome
-        if not self.first_welcome.done():
-            self.first_welcome.set_result(welcome)
-        for handle in list(self._live.values()):
-            if handle.attempt is None:
-                self._send(handle)
-
-    def _disconnected(self, why: str) -> None:
-        if self.welcome is None:
-            return
-        log.warning("scheduler %s is gone: %s", self.welcome.scheduler_id, why)
-        self.welcome = None
+    def disconnected(self, uplink: Uplink, why: str) -> None:
         for handle in list(self._live.values()):
             attempt = handle.attempt
-            if attempt is None or attempt.ended is not None:
-                continue  # it waits already, or only tokens are missing, which come from elsewhere
+            if attempt is None or attempt.uplink is not uplink or attempt.ended is not None:
+                continue  # not there, or only tokens are missing, which come from elsewhere
             if handle.record.output_tokens or handle.tries >= TRIES_MAX or handle.cancelled is not None:
-                outcome = Outcome.ENGINE_FAILED if handle.cancelled is None else Outcome.CANCELLED
+                outcome = Outcome.UNAVAILABLE if handle.cancelled is None else Outcome.CANCELLED
                 self._end(handle, outcome, Reason.INSTANCE_LOST, f"the scheduler is gone: {why}")
             else:
-                self._tries.pop(attempt.wire_id, None)
-                handle.attempt = None
-                self._wait(handle)
+                self._leave(handle, attempt)
+                self._place(handle)
 
-    def _hear(self, message: pb.SchedulerMessage) -> None:
+    def hear(self, message: pb.SchedulerMessage) -> None:
         kind = message.WhichOneof("kind")
         if kind is None or kind == "welcome":
             return  # of a later release
@@ -253,6 +239,7 @@ class RemoteRuntime:
             return  # of a request that has ended here
         if kind == "accepted":
             note_accepted(handle.record, message.accepted)
+            handle.attempt.accepted = handle.record.lane is not None
         elif kind == "placed":
             self._placed(message.placed.request_id, message.placed.instance_id)
         elif kind == "tokens":
@@ -263,15 +250,50 @@ class RemoteRuntime:
 
     # --- requests ---
 
-    def _send(self, handle: RemoteHandle) -> None:
+    def _place(self, handle: RemoteHandle) -> None:
+        """Send it to the shard that it should ask next; without one it waits."""
+        for uplink in self.uplinks.order(handle.record.request):
+            if uplink.shard not in handle.refused_by:
+                self._send(handle, uplink)
+                return
+        self._wait(handle)
+
+    def _leave(self, handle: RemoteHandle, attempt: _Try) -> None:
+        """The attempt is over and its request is not."""
+        self._weigh(handle, 0)
+        self._tries.pop(attempt.wire_id, None)
+        handle.attempt = None
+
+    def _next_shard(self, handle: RemoteHandle, attempt: _Try, ended: pb.RequestEnded) -> bool:
+        """Whether a request that never joined a queue goes to another shard."""
+        if attempt.accepted or handle.cancelled is not None:
+            return False
+        if ended.outcome not in _FULL and ended.reason != Reason.NO_INSTANCE.value:
+            return False
+        handle.refused_by.add(attempt.uplink.shard)
+        others = [u for u in self.uplinks.order(handle.record.request) if u.shard not in handle.refused_by]
+        if not others:
+            return False
+        self._leave(handle, attempt)
+        handle.tries -= 1  # nothing was begun there
+        self._send(handle, others[0])
+        return True
+
+    def _weigh(self, handle: RemoteHandle, weight: int) -> None:
+        if handle.attempt is not None:
+            handle.attempt.uplink.load += weight - handle.weight
+        handle.weight = weight
+
+    def _send(self, handle: RemoteHandle, uplink: Uplink) -> None:
         request = handle.record.request
         wire_id = f"{self._front_end_id}/{next(self._numbers)}/{request.request_id}"
-        handle.attempt = _Try(wire_id)
+        handle.attempt = _Try(wire_id, uplink)
+        self._weigh(handle, 1 + request.prompt_tokens)
         handle.tries += 1
         self._tries[wire_id] = handle
         self._stop_timer(handle)
         now_s = asyncio.get_running_loop().time()
-        self._link.send(pb.FrontEndMessage(submit=submit_of(wire_id, request, handle.engine_request, now_s)))
+        uplink.send(pb.FrontEndMessage(submit=submit_of(wire_id, request, handle.engine_request, now_s)))
 
     def _wait(self, handle: RemoteHandle) -> None:
         """For a scheduler, for a bounded time."""
@@ -283,19 +305,22 @@ class RemoteRuntime:
     def _no_scheduler(self, handle: RemoteHandle) -> None:
         handle.record.retry_after_s = self._settings.failover_s
         what = f"no scheduler for {self._settings.failover_s:g} s"
-        self._end(handle, Outcome.ENGINE_FAILED, Reason.NO_INSTANCE, what)
+        self._end(handle, Outcome.UNAVAILABLE, Reason.NO_INSTANCE, what)
 
     def _token(self, handle: RemoteHandle, token_id: int) -> None:
         record, now_s = handle.record, asyncio.get_running_loop().time()
         record.output_tokens += 1
         if record.first_token_s is None:
             record.first_token_s = now_s
+            self._weigh(handle, 1)
         elif record.last_token_s is not None:
             record.itl_s.append(now_s - record.last_token_s)
         record.last_token_s = now_s
         handle.put(Token(token_id))
 
     def _ended(self, handle: RemoteHandle, attempt: _Try, ended: pb.RequestEnded) -> None:
+        if self._next_shard(handle, attempt, ended):
+            return
         attempt.ended = ended
         self._end_if_whole(handle)
         if handle.record.outcome is None:
@@ -314,7 +339,7 @@ class RemoteRuntime:
             outcome = note_ended(handle.record, attempt.ended)
         except BadMessage as error:
             log.exception("request %s", handle.record.request.request_id)
-            self._end(handle, Outcome.ENGINE_FAILED, None, str(error))
+            self._end(handle, Outcome.UNAVAILABLE, None, str(error))
             return
         record = handle.record
         self._end(handle, outcome, record.reason, record.detail)
@@ -325,13 +350,14 @@ class RemoteRuntime:
         assert attempt.ended is not None
         had, all_of_them = handle.record.output_tokens, attempt.ended.output_token_count
         what = f"{all_of_them - had} of {all_of_them} tokens did not come"
-        self._end(handle, Outcome.ENGINE_FAILED, Reason.INSTANCE_LOST, what)
+        self._end(handle, Outcome.UNAVAILABLE, Reason.INSTANCE_LOST, what)
 
     def _end(self, handle: RemoteHandle, outcome: Outcome, reason: Reason | None, detail: str = "") -> None:
         record = handle.record
         if record.outcome is not None:
             return
         self._stop_timer(handle)
+        self._weigh(handle, 0)
         self._live.pop(record.request.request_id, None)
         if handle.attempt is not None:
             self._tries.pop(handle.attempt.wire_id, None)

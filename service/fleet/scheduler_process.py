@@ -12,8 +12,9 @@ from service.fleet.gate import SchedulerGate
 from service.fleet.health import LinkSettings
 from service.fleet.membership import Lease, LeaseState, Member, MemberKind, Membership
 from service.fleet.place import Place, Port, join, tell_failure
-from service.fleet.reign import Observe, Reign, election_of
+from service.fleet.reign import Observe, Reign
 from service.fleet.rest import Rest
+from service.fleet.shards import election_of
 from service.runtime.contract import Snapshot
 
 log = logging.getLogger(__name__)
