@@ -11,9 +11,10 @@ checked here, and that the server's model carries its fingerprint.
 from __future__ import annotations
 
 import logging
+import statistics
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from engines.bundle_base import REMEDY, BundleMismatch
 from engines.cost_model import CostModel
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SP: Final = "sp"  # engines of a bundle; SP serves both lanes where there is no other
+LP: Final = "lp"
+SHORT_TOKENS_MAX = 256  # passes above it are what an LP engine is for
 NO_PYTHON = "name the interpreter of TensorRT-LLM's environment with executor.python"
 
 
@@ -51,9 +55,13 @@ class ExecutorChoice:
     triton_allow_plaintext: bool = False
 
 
-def open_backend(backend: str, path: Path, choice: ExecutorChoice) -> tuple[Engine, GpuBundle]:
-    """The engine of the bundle at `path`, started. Raises BundleMismatch, LinkLost, BackendUnavailable,
-    ValueError."""
+def open_backend(
+    backend: str, path: Path, choice: ExecutorChoice, name: str = SP
+) -> tuple[Engine, GpuBundle]:
+    """The engine `name` of the bundle at `path`, started.
+
+    Raises BundleMismatch, LinkLost, BackendUnavailable, ValueError.
+    """
     if backend == "triton_server":
         bundle = GpuBundle(path, check_gpu_bundle_content(path))
         return _triton(bundle, choice), bundle
@@ -65,11 +73,13 @@ def open_backend(backend: str, path: Path, choice: ExecutorChoice) -> tuple[Engi
         raise BundleMismatch(path, "backend.name", backend, built_for, f"use --backend {built_for}")
     for warning in bundle.warnings:
         log.warning("bundle %s: %s", path, warning)
-    return _child(bundle, choice), bundle
+    return _child(bundle, choice, name), bundle
 
 
-def cost_of(bundle: GpuBundle) -> CostModel:
-    """Of the bundle, with what a part of a prompt costs on an executor: estimated, where not measured.
+def cost_of(bundle: GpuBundle, name: str = SP) -> CostModel:
+    """Of an engine of the bundle, with what a part of a prompt costs on an executor: estimated, where not
+    measured. The model is fitted to the SP engine; that of the LP engine is as much faster or slower as its
+    passes were where the build timed both (`lp_ratio`).
 
     Raises BundleMismatch for a bundle that was never calibrated: no schedule can rest on it.
     """
@@ -77,17 +87,33 @@ def cost_of(bundle: GpuBundle) -> CostModel:
     if manifest.cost is None:
         remedy = f"calibrate it on this machine: {REMEDY}"
         raise BundleMismatch(bundle.path, "cost", "a fitted cost model", "none", remedy)
-    cost = manifest.cost.model
+    cost = manifest.cost.model.scaled(lp_ratio(manifest) if name == LP else 1.0)
     return cost if cost.part_s else replace(cost, part_s=part_s(manifest.model.shape))
 
 
-def child_config(bundle: GpuBundle, device: int = 0) -> ChildConfig:
-    """What a child process is told to serve this bundle with, prefill and decode both."""
+def lp_ratio(manifest: GpuManifest) -> float:
+    """Time of a long pass on the LP engine over that on the SP engine: the median of the sizes above
+    `SHORT_TOKENS_MAX` at which the build has timed both; 1 where it has timed none."""
+    timed = {one.engine: dict(one.pass_s) for one in manifest.candidates if one.kept}
+    sp, lp = timed.get(SP, {}), timed.get(LP, {})
+    ratios = [lp[tokens] / sp[tokens] for tokens in lp if tokens in sp and tokens > SHORT_TOKENS_MAX]
+    return statistics.median(ratios) if ratios else 1.0
+
+
+def child_config(bundle: GpuBundle, device: int = 0, name: str = SP) -> ChildConfig:
+    """What a child process is told to serve an engine of this bundle with, prefill and decode both.
+
+    Raises BundleMismatch for an LP engine that the bundle does not have.
+    """
     manifest = bundle.manifest
+    model_dir = bundle.lp_dir if name == LP else bundle.sp_dir
+    if model_dir is None:
+        remedy = "build it with `plaserve build --separate-lp`, or leave engine.lp_bundle unset"
+        raise BundleMismatch(bundle.path, "engines.lp", "an engine of its own", "none", remedy)
     limits, torch = manifest.limits, manifest.checkpoint
     return ChildConfig(
         driver=Driver.TORCH if torch is not None else Driver.ENGINE,
-        model_dir=str(bundle.sp_dir),
+        model_dir=str(model_dir),
         version=manifest.backend.tensorrt_llm,
         role=ExecutorRole.BOTH,
         requests_max=limits.requests_max,
@@ -108,11 +134,11 @@ def decode_room(manifest: GpuManifest) -> int:
     return manifest.limits.requests_max * 3 // 4
 
 
-def _child(bundle: GpuBundle, choice: ExecutorChoice) -> Engine:
+def _child(bundle: GpuBundle, choice: ExecutorChoice, name: str) -> Engine:
     from engines import trtllm, trtllm_torch
 
     assert choice.python is not None
-    config = child_config(bundle, choice.device)
+    config = child_config(bundle, choice.device, name)
     open_engine = trtllm.open_engine if config.driver is Driver.ENGINE else trtllm_torch.open_engine
     return open_engine(
         config,

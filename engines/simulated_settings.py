@@ -30,6 +30,7 @@ Kind = tuple[Profiles, Capabilities]
 
 MEMORY_BYTES, MEMORY_SHARE = 141e9, 0.9  # of one H200; the share that weights and KV may take
 MEMORY_BYTES_PER_S = 4.8e12  # peak of an H200
+SP_TOKENS_MAX = 1024  # the last split point of TensorRT-LLM below the largest pass
 ROUND_TRIP_S = 0.5e-3  # assumed: a response read by the host, and the next request taken into an iteration
 
 
@@ -110,6 +111,13 @@ def part_s(shape: ModelShape) -> float:
 def h200_32b_like() -> Setting:
     """Qwen3-32B in bf16 on one H200, packed and never padded; the cost is fitted (engines/models.py)."""
     return engine_setting(load_model("qwen3-32b"), "packed")
+
+
+def h200_32b_sp_like() -> Setting:
+    """The same model as an engine for short prefills alone: passes of up to 1,024 tokens."""
+    capabilities, profiles, cost = h200_32b_like()
+    classes = tuple(edge for edge in profiles.t_classes if edge <= SP_TOKENS_MAX)
+    return capabilities, replace(profiles, t_classes=classes), cost
 
 
 def small_cpu_like() -> Setting:

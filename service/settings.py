@@ -67,6 +67,9 @@ class ServerSettings(_Group):
     )
 
 
+SimulatedPreset = Literal["h200_32b", "h200_32b_sp", "small_cpu", "padded_grid", "trtllm_like"]
+
+
 class EngineSettings(_Group):
     """Which engine runs, and how."""
 
@@ -77,6 +80,11 @@ class EngineSettings(_Group):
     bundle: Path = Field(
         Path("bundles/SmolLM2-135M-Instruct"), description="Bundle directory (all but simulated)."
     )
+    lp_bundle: Path | None = Field(
+        None,
+        description="Bundle of an engine of its own for workers of role LP; the same one: its lp/ engine. "
+        "Unset: one engine serves both lanes.",
+    )
     threads: int | None = Field(
         None,
         ge=1,
@@ -85,8 +93,14 @@ class EngineSettings(_Group):
     kv_capacity_tokens: int = Field(
         32_768, ge=32, description="Tokens of KV memory (openvino_cpu); 23 kB each for the embedded model."
     )
-    simulated_preset: Literal["h200_32b", "small_cpu", "padded_grid", "trtllm_like"] = Field(
+    simulated_preset: SimulatedPreset = Field(
         "h200_32b", description="Cost model and capabilities (simulated)."
+    )
+    simulated_lp_preset: SimulatedPreset | None = Field(
+        None, description="Those of an engine of its own for workers of role LP (simulated)."
+    )
+    simulated_load_s: float = Field(
+        0.0, ge=0, description="Seconds that loading an engine takes (simulated)."
     )
     simulated_time_scale: float = Field(
         1.0, gt=0, description="Wall seconds per predicted second (simulated)."
@@ -149,6 +163,14 @@ class FleetOptions(FleetSettings):
     health_port: int = Field(0, ge=0, le=65_535, description="Plaintext port for health probes; 0: none.")
     health_host: str = Field("127.0.0.1", description="Host that health probes are answered on.")
     dry_run: bool = Field(False, description="The controller only says what it would do.")
+    move_drain_s: float = Field(
+        30.0,
+        ge=0,
+        description="A worker that is to load another engine for its role: how long its requests may go on.",
+    )
+    move_load_s: float = Field(
+        900.0, gt=0, description="And how long it may load and verify; then its process ends."
+    )
 
     @model_validator(mode="after")
     def _link_files_together(self) -> Self:

@@ -19,7 +19,7 @@ from engines.bundle import Bundle, open_bundle
 from engines.catalog import EngineOptions, LoadedEngine, load_engine
 from engines.executor.types import ExecutorSettings
 from engines.gpu_bundle import GpuBundle, check_gpu_bundle_content
-from engines.gpu_catalog import ExecutorChoice
+from engines.gpu_catalog import SP, ExecutorChoice
 from engines.triton_options import Tls
 from service.core.types import InstanceSpec
 from service.policies import make_scheduler
@@ -52,19 +52,27 @@ class Ready:
     metrics_address: str  # empty: no metrics
 
 
-def load(settings: Settings, progress: Callable[[int, int], None] | None = None) -> LoadedEngine:
-    """The engine of `settings`; blocking, up to half a minute."""
+def load(
+    settings: Settings, progress: Callable[[int, int], None] | None = None, name: str = SP
+) -> LoadedEngine:
+    """An engine of `settings`; blocking, up to half a minute."""
+    return load_engine(settings.engine.backend, engine_options(settings, progress), name)
+
+
+def engine_options(settings: Settings, progress: Callable[[int, int], None] | None = None) -> EngineOptions:
     engine = settings.engine
-    options = EngineOptions(
+    return EngineOptions(
         bundle=engine.bundle,
+        lp_bundle=engine.lp_bundle,
         threads=engine.threads,
         kv_capacity_tokens=engine.kv_capacity_tokens,
         simulated_preset=engine.simulated_preset,
+        simulated_lp_preset=engine.simulated_lp_preset,
+        simulated_load_s=engine.simulated_load_s,
         simulated_time_scale=engine.simulated_time_scale,
         executor=_executor(settings.executor, settings.triton),
         progress=progress,
     )
-    return load_engine(engine.backend, options)
 
 
 def _executor(options: ExecutorOptions, triton: TritonSettings) -> ExecutorChoice:

@@ -12,24 +12,25 @@ there first: all of them wait, look again, and go on with the last known state w
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from functools import partial
 
 from service.core.reconcile import Controller
 from service.core.settings import SchedulerSettings
-from service.core.types import InstanceSpec, Role
+from service.core.types import InstanceSpec
 from service.fleet.controller import ControllerSettings, FleetController
 from service.fleet.fleet_service import FleetServicer
 from service.fleet.front_end import FrontEndProcess
 from service.fleet.health import LinkSettings
 from service.fleet.load import GrpcLoadSource
-from service.fleet.membership import DRAINING, Facts, Lease, Member, MemberKind, Membership, MembershipError
+from service.fleet.membership import DRAINING, Facts, Lease, Member, MemberKind, Membership
 from service.fleet.place import Place, Port, join, tell_failure
+from service.fleet.role_worker import RolePlan, WorkerRoles
 from service.fleet.roles import follow_assignment
 from service.fleet.scheduler_process import SchedulerProcess
 from service.fleet.shards import address_of
 from service.fleet.tokens import TokenSettings
+from service.fleet.told import Told
 from service.fleet.worker_service import WorkerServicer
 from service.runtime.worker import PassRunner
 
@@ -40,7 +41,7 @@ ANSWER_S = 1.0  # for the answer to whoever asked for a drain
 
 class WorkerProcess:
     """failed: set to the reason once the engine can't go on. drained: once it was asked for a drain and that
-    is over. facts: told to the fleet."""
+    is over. facts: told to the fleet. roles: where roles have engines of their own."""
 
     def __init__(
         self,
@@ -51,14 +52,16 @@ class WorkerProcess:
         facts: Facts,
         link: LinkSettings | None = None,
         tokens: TokenSettings | None = None,
+        roles: RolePlan | None = None,
     ) -> None:
         self._place = place
         self._membership = membership
-        self._facts = facts
+        self._told = Told(facts)
         self._role = spec.role
         self.servicer = WorkerServicer(spec, runner, link, tokens)
         self.failed, self.drained = self.servicer.failed, self.servicer.drained
         self._port = Port(place, [self.servicer.handler()])
+        self._roles = WorkerRoles(self.servicer, roles, membership, self._told)
         self._lease: Lease | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -69,14 +72,16 @@ class WorkerProcess:
     async def start(self) -> None:
         await self._port.start()
         member = Member(
-            self._place.member_id, MemberKind.WORKER, self.address, self._place.shard, self._facts
+            self._place.member_id, MemberKind.WORKER, self.address, self._place.shard, self._told.facts
         )
         self._lease = await join(self._membership, member)
+        self._roles.joined(self._lease)
         await self._lease.report(self._role, 0)
-        following = follow_assignment(self._membership, self._lease, self._role, self._take_role)
+        following = follow_assignment(self._membership, self._lease, self._role, self._roles.take)
         self._tasks = [
             asyncio.create_task(following, name="role"),
-            asyncio.create_task(self._tell_drain(self._lease), name="drain"),
+            asyncio.create_task(self._tell_drain(), name="drain"),
+            asyncio.create_task(self._told.keep(self._lease), name="told"),
         ]
 
     async def drain(self, timeout_s: float) -> int:
@@ -95,13 +100,7 @@ class WorkerProcess:
 
     async def _tell_drain(self, lease: Lease) -> None:
         """Where people look (`plaserve fleet status`); the scheduler hears it over its link."""
-        reason = await self.servicer.leaving
-        with contextlib.suppress(MembershipError):
-            await lease.update(facts={**self._facts, DRAINING: reason})
-
-    async def _take_role(self, role: Role) -> None:
-        """One engine serves both lanes: a role is what the scheduler prefers to send here."""
-        self.servicer.set_role(role)
+        self._told.tell(**{DRAINING: await self.servicer.leaving})
 
 
 class ControllerProcess:

@@ -145,7 +145,7 @@ class WorkerServicer:
         return (heard and self.engine.quiet) or self.failed.done()
 
     def unseat(self, reason: str) -> None:
-        """The engine is given up: what is here is lost to the scheduler, which may run that elsewhere. Whoever
+        """The engine is given up: what is here is lost to the scheduler, which may run it elsewhere. Whoever
         calls is told to come again, until `seat`."""
         self._unseated, self._hold = reason, ""
         self._cancel_orphan()
