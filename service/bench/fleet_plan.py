@@ -29,6 +29,7 @@ from service.sim.workload import Arrival
 SHORTS, LONGS = "lmsys_chat_1m", "rag"
 PROMPT_TOKENS_MAX = 16_384
 SAMPLED = 4000  # requests that a mean is taken of
+# Name, share of the run, share of chats among its requests.
 PHASES = (("mostly chats", 0.3, 0.985), ("many documents", 0.35, 0.7), ("mostly chats again", 0.35, 0.985))
 # At which share of the run, what, and how many of it.
 KILLS = (
@@ -42,7 +43,8 @@ RESTART_RATIO, RESTART_S_MIN = 0.04, 4.0
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """seconds: of load. load_ratio: predicted work over what workers can do. scale: see the module text."""
+    """seconds: of load. load_ratio: predicted work over what workers can do. scale: see the module text.
+    phases: as `PHASES`."""
 
     seconds: float = 200.0
     workers: int = 6
@@ -50,6 +52,7 @@ class DemoSettings:
     scale: float = 3.0
     answer_tokens: int = 2
     seed: int = 1
+    phases: tuple[tuple[str, float, float], ...] = PHASES
 
     def __post_init__(self) -> None:
         if not 20.0 <= self.seconds <= 3600.0:
@@ -64,6 +67,8 @@ class DemoSettings:
             raise ValueError(f"scale must be from 0.5 to 100, got {self.scale}")
         if not 1 <= self.answer_tokens <= 256:
             raise ValueError(f"answer_tokens must be from 1 to 256, got {self.answer_tokens}")
+        if abs(sum(share for _, share, _ in self.phases) - 1.0) > 1e-9:
+            raise ValueError(f"phases: their shares of the run must sum to 1, got {self.phases}")
 
     @property
     def restart_s(self) -> float:
@@ -93,7 +98,7 @@ class Kill:
 def phases_of(settings: DemoSettings) -> tuple[Phase, ...]:
     found: list[Phase] = []
     start_s = 0.0
-    for name, share, short_share in PHASES:
+    for name, share, short_share in settings.phases:
         end_s = start_s + share * settings.seconds
         capacity_per_s = settings.workers / (request_s(short_share, settings.answer_tokens) * settings.scale)
         rate_per_s = settings.load_ratio * capacity_per_s
@@ -125,7 +130,7 @@ def plan_of(settings: DemoSettings) -> tuple[PlannedRequest, ...]:
         source = make_source(
             replace(_spec(phase.short_share), output_tokens=settings.answer_tokens),
             rate_per_s=phase.rate_per_s * settings.scale,
-            seed=len(PHASES) * settings.seed + number,
+            seed=len(settings.phases) * settings.seed + number,
             targets=targets,
             seconds=(phase.end_s - phase.start_s) / settings.scale,
         )
