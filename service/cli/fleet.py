@@ -165,12 +165,12 @@ def fleet_view(answer: pb.GetFleetResponse) -> Group:
             one.instance_id,
             one.shard_id,
             role + (" (pinned)" if one.pinned else ""),
-            one.state,
+            _state(one),
             f"{one.pressure:.2f}" if seen else "-",
             str(one.queued_count) if seen else "-",
             f"{one.backlog_s:.2f} s" if seen else "-",
             f"{one.utilisation:.0%}" if seen else "-",
-            one.reason,
+            one.reason + (f"; last move failed: {one.move_error}" if one.move_error else ""),
         )
     others = Table("process", "kind", "shard", "address", "state")
     for process in answer.processes:
@@ -184,7 +184,7 @@ def fleet_view(answer: pb.GetFleetResponse) -> Group:
 def moves_view(answer: pb.ListMovesResponse) -> Table | Text:
     if not answer.moves:
         return Text("no move yet")
-    table = Table("when (UTC)", "instance", "move", "why", "pressure SP - LP", "by")
+    table = Table("when (UTC)", "instance", "move", "why", "pressure SP - LP", "by", "came of it")
     for one in answer.moves:
         when = datetime.fromtimestamp(one.start_time.ToNanoseconds() / 1e9, UTC)
         first = _role(one.from_role) if one.from_role else "-"
@@ -194,9 +194,20 @@ def moves_view(answer: pb.ListMovesResponse) -> Table | Text:
             f"{first} -> {_role(one.to_role)}",
             one.reason,
             f"{one.pressure_difference:+.2f}",
-            one.outcome.removeprefix("by "),
+            *_by_and_end(one.outcome),
         )
     return table
+
+
+def _state(one: pb.FleetInstance) -> str:
+    if not one.move_phase:
+        return one.state
+    return f"{one.state}: {one.move_phase} {one.move_duration.ToNanoseconds() / 1e9:.0f} s"
+
+
+def _by_and_end(outcome: str) -> tuple[str, str]:
+    by, _, end = outcome.removeprefix("by ").partition(": ")
+    return by, end
 
 
 def _role(number: int) -> str:

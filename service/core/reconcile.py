@@ -54,6 +54,7 @@ class MoveReason(StrEnum):
     PENDING_RATIO = "pending_ratio"  # the rule of the LAPS artifact
     PINNED = "pinned"  # an operator said so
     OVERDUE = "overdue"  # a move was not carried out in time: back to the role that the instance has
+    FAILED = "failed"  # the instance can't have the role: back to the one that it has
     BALANCE = "balance"  # the shard has more capacity than another one, by about two workers
     RETIRED = "retired"  # the shard is taken out of service
 

@@ -3,7 +3,8 @@ to have. Workers carry that out and report; nothing here waits for them.
 
 Level-triggered: every round starts from what is there now. What the pure controller of the core is shown as
 an instance's role is the *wanted* one, so that a move which is under way is not ordered twice. One that the
-worker has not carried out in `overdue_s` is taken back: the wanted role becomes the one it reports.
+worker has not carried out in `overdue_s`, or has said that it can't (`role_costs`), is taken back: the wanted
+role becomes the one it reports.
 
 Pinned workers are left out of what may move, but not out of the view: their load counts. All writes name the
 leadership (`fence`), so a controller that has lost it without knowing changes nothing. With membership or a
@@ -35,6 +36,7 @@ from service.fleet.membership import (
     Membership,
     MembershipError,
 )
+from service.fleet.role_costs import SlowMoves, allowed_s, taken_back
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ class Overdue:
             if number != wanted.number:
                 since_s = now_s
             seen[worker_id] = wanted.number, since_s
-            if now_s - since_s >= self._overdue_s and not wanted.pinned:
+            if now_s - since_s >= allowed_s(member, wanted, self._overdue_s) and not wanted.pinned:
                 found.append(RoleMove(worker_id, member.report.role, MoveReason.OVERDUE))
         self._since = seen
         return found
@@ -117,6 +119,7 @@ class FleetController:
         self._clock = clock or asyncio.get_running_loop().time
         self._controllers: dict[str, Controller] = {}
         self._overdue = Overdue(self._settings.overdue_s)
+        self._slow = SlowMoves()
         self.leadership: Leadership | None = None  # while it leads
         self.views: dict[str, FleetView] = {}  # what was last seen of each shard
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
@@ -157,11 +160,15 @@ class FleetController:
         views = await asyncio.gather(*(self._source.load(shard) for shard in shards))
         self.views = {shard: view for shard, view in zip(shards, views, strict=True) if view is not None}
         now_s = self._clock()
-        for move in self._overdue.late(snapshot.members, snapshot.assignments, now_s):
+        self._slow.look(snapshot, now_s)
+        late = self._overdue.late(snapshot.members, snapshot.assignments, now_s)
+        failed = taken_back(snapshot.members, snapshot.assignments.values())
+        for move in {move.instance_id: move for move in (*late, *failed)}.values():
             await self._write(snapshot.members[move.instance_id].shard, move, snapshot, leadership, now_s)
         for shard, view in self.views.items():
             controller = self._controllers.setdefault(shard, self._make())
-            for move in controller.step(shown(view, snapshot.assignments), now_s):
+            seen = self._slow.shown(shown(view, snapshot.assignments), shard, now_s)
+            for move in controller.step(seen, now_s):
                 await self._write(shard, move, snapshot, leadership, now_s)
 
     async def _write(
@@ -176,7 +183,7 @@ class FleetController:
         if move.instance_id not in snapshot.members or (wanted is not None and wanted.pinned):
             return
         from_role = wanted.role if wanted is not None else Role.MIXED
-        if from_role is move.role:
+        if from_role is move.role or not self._slow.may(move, now_s):
             return
         written = False
         if self._settings.dry_run:

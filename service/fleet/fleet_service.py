@@ -9,6 +9,7 @@ controller sees cause to move it again: pin it to keep it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -36,6 +37,7 @@ from service.fleet.membership import (
     MembershipUnavailable,
     Move,
 )
+from service.fleet.role_view import describe_ends, describe_moves
 
 NAME = "plaserve.v1.FleetService"
 PAGE_MAX = 200
@@ -111,9 +113,9 @@ class FleetServicer:
             start = older[0] + 1
         page = moves[start : start + size]
         more = start + size < len(moves)
-        return pb.ListMovesResponse(
-            moves=[_move(move) for move in page], next_page_token=str(page[-1].number) if more else ""
-        )
+        moves_made = [_move(move) for move in page]
+        describe_ends(moves_made, page, self._membership.snapshot())
+        return pb.ListMovesResponse(moves=moves_made, next_page_token=str(page[-1].number) if more else "")
 
     # --- what may be done ---
 
@@ -251,6 +253,7 @@ class FleetServicer:
             made.pressure = pressures[load.instance_id]
             made.queued_count = load.requests_waiting
             made.backlog_s, made.utilisation = load.backlog_s, load.utilisation
+        describe_moves(made, member.facts, time.time())
         return made
 
     def _pressure(self, load: InstanceLoad, shard: str, view: FleetView) -> float:
