@@ -12,23 +12,25 @@ there first: all of them wait, look again, and go on with the last known state w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from functools import partial
 
 from service.core.reconcile import Controller
 from service.core.settings import SchedulerSettings
-from service.core.types import InstanceSpec
+from service.core.types import InstanceSpec, Role
 from service.fleet.controller import ControllerSettings, FleetController
 from service.fleet.fleet_service import FleetServicer
 from service.fleet.front_end import FrontEndProcess
 from service.fleet.health import LinkSettings
 from service.fleet.load import GrpcLoadSource
-from service.fleet.membership import DRAINING, Facts, Lease, Member, MemberKind, Membership
+from service.fleet.membership import DRAINING, Assignment, Facts, Lease, Member, MemberKind, Membership
 from service.fleet.place import Place, Port, join, tell_failure
 from service.fleet.role_worker import RolePlan, WorkerRoles
 from service.fleet.roles import follow_assignment
 from service.fleet.scheduler_process import SchedulerProcess
-from service.fleet.shards import address_of
+from service.fleet.shard_move import ShardMover
+from service.fleet.shards import TOKENS_PER_S, address_of, knee_rate, leader_of, scheduled
 from service.fleet.tokens import TokenSettings
 from service.fleet.told import Told
 from service.fleet.worker_service import WorkerServicer
@@ -41,7 +43,8 @@ ANSWER_S = 1.0  # for the answer to whoever asked for a drain
 
 class WorkerProcess:
     """failed: set to the reason once the engine can't go on. drained: once it was asked for a drain and that
-    is over. facts: told to the fleet. roles: where roles have engines of their own."""
+    is over. facts: told to the fleet. roles: where roles have engines of their own. drain_s: how long requests
+    may go on when it is to go to another shard."""
 
     def __init__(
         self,
@@ -53,10 +56,13 @@ class WorkerProcess:
         link: LinkSettings | None = None,
         tokens: TokenSettings | None = None,
         roles: RolePlan | None = None,
+        drain_s: float = 30.0,
     ) -> None:
         self._place = place
         self._membership = membership
-        self._told = Told(facts)
+        self._told = Told({**facts, TOKENS_PER_S: round(knee_rate(spec), 1)})
+        self._drain_s = drain_s
+        self._moving = asyncio.Lock()  # a change of engine or of shard
         self._role = spec.role
         self.servicer = WorkerServicer(spec, runner, link, tokens)
         self.failed, self.drained = self.servicer.failed, self.servicer.drained
@@ -71,15 +77,18 @@ class WorkerProcess:
 
     async def start(self) -> None:
         await self._port.start()
-        member = Member(
-            self._place.member_id, MemberKind.WORKER, self.address, self._place.shard, self._told.facts
-        )
+        name, shard = self._place.member_id, self._shard()
+        leader = leader_of(self._membership.snapshot(), shard)
+        self.servicer.join_shard(shard, leader.epoch if leader is not None else 0)
+        member = Member(name, MemberKind.WORKER, self.address, shard, self._told.facts)
         self._lease = await join(self._membership, member)
         self._roles.joined(self._lease)
         await self._lease.report(self._role, 0)
-        following = follow_assignment(self._membership, self._lease, self._role, self._roles.take)
+        following = follow_assignment(self._membership, self._lease, self._role, self._take_role)
+        mover = ShardMover(self._membership, self._lease, self.servicer, self._moving, self._drain_s)
         self._tasks = [
             asyncio.create_task(following, name="role"),
+            asyncio.create_task(mover.run(), name="shard"),
             asyncio.create_task(self._tell_drain(), name="drain"),
             asyncio.create_task(self._told.keep(self._lease), name="told"),
         ]
@@ -98,7 +107,18 @@ class WorkerProcess:
         await self.servicer.close()
         await self._port.stop(ANSWER_S)
 
-    async def _tell_drain(self, lease: Lease) -> None:
+    def _shard(self) -> str:
+        """Where it was wanted last, if that is still scheduled; else that of its settings."""
+        snapshot = self._membership.snapshot()
+        wanted = snapshot.assignments.get(self._place.member_id)
+        known = wanted is not None and wanted.shard in scheduled(snapshot)
+        return wanted.shard if wanted is not None and known else self._place.shard
+
+    async def _take_role(self, wanted: Assignment) -> Role:
+        async with self._moving if self._roles.load_engines else contextlib.nullcontext():
+            return await self._roles.take(wanted)
+
+    async def _tell_drain(self) -> None:
         """Where people look (`plaserve fleet status`); the scheduler hears it over its link."""
         self._told.tell(**{DRAINING: await self.servicer.leaving})
 
