@@ -1,5 +1,6 @@
-"""The role controller of a fleet: one leads, looks once a period, and writes down which role each worker is
-to have. Workers carry that out and report; nothing here waits for them.
+"""The controller of a fleet: one leads, looks once a period, and writes down which role each worker is to
+have, and in which shard it is to be (`shard_controller`). Workers carry that out and report; nothing here
+waits for them.
 
 Level-triggered: every round starts from what is there now. What the pure controller of the core is shown as
 an instance's role is the *wanted* one, so that a move which is under way is not ordered twice. One that the
@@ -19,7 +20,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from service.core.reconcile import Controller, FleetView, MoveReason, RoleMove
 from service.core.types import Role
@@ -37,6 +38,7 @@ from service.fleet.membership import (
     MembershipError,
 )
 from service.fleet.role_costs import SlowMoves, allowed_s, taken_back
+from service.fleet.shard_controller import ShardController, ShardSettings
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +48,21 @@ DECISIONS_KEPT = 200
 
 @dataclass(frozen=True, slots=True)
 class ControllerSettings:
-    """Seconds. overdue_s: after it a move that was not carried out is taken back."""
+    """Seconds. overdue_s: after it a move that was not carried out is taken back. shards: the same for those
+    between shards."""
 
     overdue_s: float = 30.0
     dry_run: bool = False
+    shards: ShardSettings = field(default_factory=ShardSettings)
+
+
+class RolesStay:
+    """A `Controller` for policies that move no roles: shards are balanced all the same."""
+
+    period_s = 1.0
+
+    def step(self, fleet: FleetView, now_s: float) -> tuple[RoleMove, ...]:
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +133,9 @@ class FleetController:
         self._controllers: dict[str, Controller] = {}
         self._overdue = Overdue(self._settings.overdue_s)
         self._slow = SlowMoves()
+        self.shards = ShardController(
+            membership, controller_id, self._settings.shards, dry_run=self._settings.dry_run
+        )
         self.leadership: Leadership | None = None  # while it leads
         self.views: dict[str, FleetView] = {}  # what was last seen of each shard
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
@@ -170,6 +186,7 @@ class FleetController:
             seen = self._slow.shown(shown(view, snapshot.assignments), shard, now_s)
             for move in controller.step(seen, now_s):
                 await self._write(shard, move, snapshot, leadership, now_s)
+        await self.shards.round(self._membership.snapshot(), self.views, leadership, now_s)
 
     async def _write(
         self,

@@ -43,8 +43,8 @@ ANSWER_S = 1.0  # for the answer to whoever asked for a drain
 
 class WorkerProcess:
     """failed: set to the reason once the engine can't go on. drained: once it was asked for a drain and that
-    is over. facts: told to the fleet. roles: where roles have engines of their own. drain_s: how long requests
-    may go on when it is to go to another shard."""
+    is over. facts: told to the fleet. roles: where roles have engines of their own. drain_s: how long its
+    requests may go on when it is to go to another shard."""
 
     def __init__(
         self,

@@ -73,6 +73,7 @@ class Reign:
     _takeovers: int = 0  # of all workers: one that comes back must not see a number again
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _watching: asyncio.Task[None] | None = None
+    _retired: bool = False
     _heard: list[Observer] = field(default_factory=list)  # the servicer and others, once there is a worker
 
     def __post_init__(self) -> None:
@@ -110,6 +111,9 @@ class Reign:
 
     def _reconcile(self, snapshot: FleetSnapshot) -> None:
         """Hold exactly the workers that are there. A stale snapshot takes nobody away."""
+        self._retired = self.shard in snapshot.retired
+        if self.servicer is not None:
+            self.servicer.retired = self._retired
         members = {member.member_id: member for member in snapshot.of(MemberKind.WORKER, self.shard)}
         for name, member in members.items():
             held = self._held.get(name)
@@ -195,6 +199,7 @@ class Reign:
         self._heard.extend(self.observe(identity.model, identity.backend, spec.profiles.t_classes))
         load = LoadReport(self.scheduler, self.epoch, asyncio.get_running_loop().time)
         self.servicer = SchedulerServicer(self.pump, identity, relay=False, load=load)
+        self.servicer.retired = self._retired
         self._heard.append(self.servicer)
         self.ready.set()
 

@@ -14,14 +14,17 @@ from service.fleet.membership import Lease, LeaseState, Member, MemberKind, Memb
 from service.fleet.place import Place, Port, join, tell_failure
 from service.fleet.reign import Observe, Reign
 from service.fleet.rest import Rest
-from service.fleet.shards import election_of
+from service.fleet.shards import election_of, leader_of
 from service.runtime.contract import Snapshot
 
 log = logging.getLogger(__name__)
 
+RETIRE_LOOK_S = 0.5
+
 
 class SchedulerProcess:
-    """failed: set to the reason once its loop can't go on. make: a fresh scheduling core, one a reign.
+    """failed: set to the reason once its loop can't go on. retired: once its shard is out of service and it
+    holds nothing; the process should end then. make: a fresh scheduling core, one a reign.
     observe: who hears of a reign's requests and passes."""
 
     def __init__(
@@ -46,6 +49,8 @@ class SchedulerProcess:
         self._lease: Lease | None = None
         self._running: asyncio.Task[None] | None = None
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.retired: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._watching: asyncio.Task[None] | None = None
         self.reigns = 0
 
     @property
@@ -58,6 +63,7 @@ class SchedulerProcess:
         self._lease = await join(self._membership, member)
         self._running = asyncio.create_task(self._run(), name="election")
         self._running.add_done_callback(partial(tell_failure, self.failed))
+        self._watching = asyncio.create_task(self._until_retired(), name="retirement")
 
     def snapshot(self) -> Snapshot:
         """Of the present reign, counts begin with it; a standby has nothing."""
@@ -69,12 +75,27 @@ class SchedulerProcess:
         return self._running is not None and not self._running.done()
 
     async def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        for task in (self._watching, self._running):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         if self._lease is not None:
             await self._lease.leave()
         await self._port.stop()
+
+    async def _until_retired(self) -> None:
+        while not self._is_over():  # noqa: ASYNC110 - of the core, which sets no event
+            await asyncio.sleep(RETIRE_LOOK_S)
+        self.retired.set_result(f"shard {self._place.shard} is retired, and nothing is left in it")
+
+    def _is_over(self) -> bool:
+        """A standby stays while another one leads, which may hold requests."""
+        snapshot, shard = self._membership.snapshot(), self._place.shard
+        if snapshot.stale or shard not in snapshot.retired or snapshot.of(MemberKind.WORKER, shard):
+            return False
+        leader, reign = leader_of(snapshot, shard), self.gate.reign
+        mine = leader is None or leader.candidate == self._place.member_id
+        return mine and (reign is None or not reign.scheduler.live)
 
     async def _run(self) -> None:
         rest = Rest()

@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 
 from engines.types import Capabilities, Pass, PassResult
 from protos.plaserve.v1 import scheduler_pb2 as pb
-from service.core.types import Dispatch, Reason
+from service.core.types import Dispatch, Outcome, Reason
 from service.fleet.load import LoadReport
 from service.fleet.requests_convert import (
     BadMessage,
@@ -84,6 +84,7 @@ class SchedulerServicer:
         self._owner: dict[str, _FrontEnd] = {}  # wire id -> whose
         self._placed: dict[str, str] = {}  # wire id -> instance
         self.active = True  # False: new streams are told to look for another scheduler
+        self.retired = False  # True: new requests are sent away; those that are here go on
         self._over = asyncio.Event()
 
     @property
@@ -183,6 +184,9 @@ class SchedulerServicer:
         wire_id = request.request_id
         if wire_id in self._owner:
             raise BadMessage(f"request_id: {wire_id} is still live; use an id once")
+        if self.retired:
+            self._say(front_end, ended=_sent_away(wire_id))
+            return
         self._owner[wire_id] = front_end
         try:
             handle = self._runtime.submit(request, engine_request)
@@ -260,6 +264,18 @@ class SchedulerServicer:
     def pass_lost(self, pass_: Pass, reason: Reason, detail: str, start_s: float, end_s: float) -> None: ...
 
     def ended(self, record: RequestRecord) -> None: ...
+
+
+def _sent_away(wire_id: str) -> pb.RequestEnded:
+    """To a front end that does not know yet. It asks another shard."""
+    ended = pb.RequestEnded(
+        request_id=wire_id,
+        outcome=Outcome.REJECTED_DRAINING.value,
+        reason=Reason.DRAINING.value,
+        detail="the shard is retired",
+    )
+    ended.retry_after.FromSeconds(1)
+    return ended
 
 
 def lenient_front_end(data: bytes) -> pb.FrontEndMessage | None:

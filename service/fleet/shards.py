@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
+from service.core.pricing import Pricer
+from service.core.types import InstanceSpec
 from service.fleet.membership import DRAINING, FleetSnapshot, Leader, Member, MemberKind
 
 EVERY_SHARD = "*"  # in the settings of a front end: those that are there, and those that come
@@ -61,6 +63,12 @@ def wanted_shard(snapshot: FleetSnapshot, worker: Member) -> str:
     """Where it is to be; where it is, if nobody wants it elsewhere."""
     wanted = snapshot.assignments.get(worker.member_id)
     return wanted.shard if wanted is not None and wanted.shard else worker.shard
+
+
+def knee_rate(spec: InstanceSpec) -> float:
+    """Prefill tokens/s at the knee."""
+    pricer = Pricer(spec.cost, spec.profiles)
+    return pricer.knee_tokens / pricer.pass_s([(pricer.knee_tokens, 0)])
 
 
 def _rate(member: Member) -> float:
