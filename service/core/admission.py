@@ -45,7 +45,7 @@ class Admission:
             return Reject(request.request_id, Outcome.REJECTED_TOO_LARGE, Reason.NEVER_FITS, too_large)
         retry_s = self._settings.retry_after_s
         detail = "no instance is up"
-        return Reject(request.request_id, Outcome.ENGINE_FAILED, Reason.NO_INSTANCE, detail, retry_s)
+        return Reject(request.request_id, Outcome.UNAVAILABLE, Reason.NO_INSTANCE, detail, retry_s)
 
     def long_refusal(self, request: Request, load: QueueLoad) -> Reject | None:
         """As `refusal`, for a request of the long lane: part of the queue is kept for short ones, so that a

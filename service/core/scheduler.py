@@ -200,7 +200,7 @@ class PrefillScheduler:
         if now_s < give_up_s:
             return give_up_s
         for tracked in list(self.live.values()):
-            self._reject(tracked, Outcome.ENGINE_FAILED, Reason.NO_INSTANCE, now_s, "no instance is up")
+            self._reject(tracked, Outcome.UNAVAILABLE, Reason.NO_INSTANCE, now_s, "no instance is up")
         return math.inf
 
     def _free(self, instance: Instance, request_id: str, reason: Reason) -> None:
@@ -338,7 +338,9 @@ class PrefillScheduler:
     def _lose(self, tracked: Tracked, instance: Instance, now_s: float, reason: Reason, detail: str) -> None:
         """KV is gone. Run it again, once, if the client has seen nothing; else it ends."""
         if tracked.generated > 0 or tracked.failures >= FAILURES_MAX:
-            self._reject(tracked, Outcome.ENGINE_FAILED, reason, now_s, detail)
+            gone = reason is Reason.INSTANCE_LOST
+            outcome = Outcome.UNAVAILABLE if gone else Outcome.ENGINE_FAILED
+            self._reject(tracked, outcome, reason, now_s, detail)
             return
         if tracked.state in _WAITING:
             self.policy.remove(tracked)

@@ -37,7 +37,8 @@ class Outcome(StrEnum):
     REJECTED_DRAINING = "REJECTED_DRAINING"
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"  # the gRPC deadline passed
     CANCELLED = "CANCELLED"  # by the client
-    ENGINE_FAILED = "ENGINE_FAILED"
+    ENGINE_FAILED = "ENGINE_FAILED"  # its pass failed, and it was not to be run again
+    UNAVAILABLE = "UNAVAILABLE"  # who ran it, or was to, is gone
 
 
 class Reason(StrEnum):

@@ -33,10 +33,11 @@ _CODES: dict[Outcome, tuple[int, str]] = {
     Outcome.REJECTED_LATE: (code_pb2.RESOURCE_EXHAUSTED, "the TTFT target is out of reach now"),
     Outcome.REJECTED_DRAINING: (code_pb2.UNAVAILABLE, "the service is shutting down; use another one"),
     Outcome.ENGINE_FAILED: (code_pb2.UNAVAILABLE, "the engine failed; the request may be sent again"),
+    Outcome.UNAVAILABLE: (code_pb2.UNAVAILABLE, "who ran it is gone; the request may be sent again"),
     Outcome.DEADLINE_EXCEEDED: (code_pb2.DEADLINE_EXCEEDED, "the deadline passed"),
     Outcome.CANCELLED: (code_pb2.CANCELLED, "cancelled by the client"),
 }
-_RETRY_S = {Outcome.REJECTED_DRAINING: 1.0, Outcome.ENGINE_FAILED: 1.0}
+_RETRY_S = {Outcome.REJECTED_DRAINING: 1.0, Outcome.ENGINE_FAILED: 1.0, Outcome.UNAVAILABLE: 1.0}
 
 
 class RequestError(Exception):

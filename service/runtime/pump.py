@@ -159,12 +159,12 @@ class Pump:
         return len(self._handles)
 
     async def close(self) -> None:
-        """Stop. Requests that still live end as ENGINE_FAILED, later ones are refused: no instance is up."""
+        """Stop. Requests that still live end as UNAVAILABLE, later ones are refused: no instance is up."""
         for instance_id in list(self.scheduler.instances):
             self.send(InstanceDown(instance_id, "the service is stopping"))
         self._poll()
         for request_id in list(self._handles):
-            self._end(request_id, Outcome.ENGINE_FAILED, Reason.DRAINING, "the service is stopping")
+            self._end(request_id, Outcome.UNAVAILABLE, Reason.DRAINING, "the service is stopping")
         self._event_log = None  # whoever gave it closes it next; polls may still be on their way
         self._wake_at(None)
         for worker in self._workers.values():
@@ -227,7 +227,7 @@ class Pump:
         self._set_broken(f"the scheduler failed: {type(error).__name__}: {error}")
         self._wake_at(None)
         for request_id in list(self._handles):
-            self._end(request_id, Outcome.ENGINE_FAILED, Reason.DRAINING, "the scheduler failed")
+            self._end(request_id, Outcome.UNAVAILABLE, Reason.DRAINING, "the scheduler failed")
 
     def _set_broken(self, reason: str) -> None:
         if not self.broken.done():

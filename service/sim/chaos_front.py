@@ -97,7 +97,7 @@ class ChaosFront(Front):
             if request.request_id in self._pending:
                 continue  # the scheduler that is gone now was not sent it yet
             if record.output_tokens or request.request_id in self._again:
-                self._end(request.request_id, Outcome.ENGINE_FAILED, Reason.INSTANCE_LOST)
+                self._end(request.request_id, Outcome.UNAVAILABLE, Reason.INSTANCE_LOST)
             else:
                 self._again.add(request.request_id)
                 self._pending[request.request_id] = request
@@ -134,7 +134,7 @@ class ChaosFront(Front):
     def submit(self, request: Request, lane: Lane) -> None:
         super().submit(request, lane)
         if self.away:
-            self._end(request.request_id, Outcome.ENGINE_FAILED, Reason.NO_INSTANCE)
+            self._end(request.request_id, Outcome.UNAVAILABLE, Reason.NO_INSTANCE)
 
     def cancel(self, request_id: str) -> None:
         record = self._records.get(request_id)

@@ -330,14 +330,14 @@ async def test_an_answer_that_has_begun_ends_with_its_scheduler() -> None:
         async with asyncio.timeout(20):
             rest = [item async for item in stream]
         assert isinstance(rest[-1], Ended)
-        assert rest[-1].record.outcome is Outcome.ENGINE_FAILED
+        assert rest[-1].record.outcome is Outcome.UNAVAILABLE
         a.books()
 
 
 async def test_nobody_waits_for_ever_for_a_scheduler() -> None:
     async with front(None, settings=RemoteSettings(failover_s=0.05)) as a:
         tokens, record = await read(a.submit("r"))
-        assert (tokens, record.outcome, record.reason) == ([], Outcome.ENGINE_FAILED, Reason.NO_INSTANCE)
+        assert (tokens, record.outcome, record.reason) == ([], Outcome.UNAVAILABLE, Reason.NO_INSTANCE)
         assert record.retry_after_s is not None
         waiting = a.submit("left")
         waiting.cancel()
@@ -396,7 +396,7 @@ async def test_tokens_that_never_come_end_the_request() -> None:
     async with scheduling(relay=False) as one, front(one.address, settings=settings) as a:
         await a.connected()
         tokens, record = await read(a.submit("r", 40, 3))
-        assert (tokens, record.outcome) == ([], Outcome.ENGINE_FAILED)
+        assert (tokens, record.outcome) == ([], Outcome.UNAVAILABLE)
         assert "3 of 3 tokens did not come" in record.detail
         a.books()
 

@@ -38,12 +38,12 @@ async def test_a_worker_that_is_killed_in_a_pass_loses_no_request_and_answers_no
         pump.add(second)
         lost = [await ended(handle) for handle in begun]
         saved = [await ended(handle) for handle in fresh]
-        assert {(r.outcome, r.reason) for r in lost} == {(Outcome.ENGINE_FAILED, Reason.INSTANCE_LOST)}
+        assert {(r.outcome, r.reason) for r in lost} == {(Outcome.UNAVAILABLE, Reason.INSTANCE_LOST)}
         assert {r.detail[:4] for r in lost} == {"gone"}
         whole = [r for r in saved if r.outcome is Outcome.COMPLETED]
         assert whole
         for record in saved:  # a pass or two may have ended before the kill
-            assert record in whole or (record.outcome is Outcome.ENGINE_FAILED and record.output_tokens > 0)
+            assert record in whole or (record.outcome is Outcome.UNAVAILABLE and record.output_tokens > 0)
         await reader.until(
             lambda: sum(map(len, reader.tokens.values())) == sum(r.output_tokens for r in whole)
         )
@@ -78,7 +78,7 @@ async def test_a_scheduler_that_is_replaced_leaves_its_worker_to_the_next_one() 
         await until(lambda: orphan.record.output_tokens > 1)
         async with a_pump(new) as after:
             assert new.held == ("orphan",)
-            assert (await ended(orphan)).outcome is Outcome.ENGINE_FAILED
+            assert (await ended(orphan)).outcome is Outcome.UNAVAILABLE
             assert await asyncio.wait_for(old.stale, 1.0) == 2
             assert (await ended(submit(after, "orphan", 30, 3))).output_tokens == 3  # the id is free again
             await until(lambda: new.stats().requests_live == 0)

@@ -223,7 +223,7 @@ async def test_a_failed_pass_is_run_again_once_and_a_lost_engine_is_unavailable(
         first, _, _ = await refusal(service, ask())
         second, _, details = await refusal(service, ask())
         assert first is second is grpc.StatusCode.UNAVAILABLE
-        assert details["ErrorInfo"].reason == "ENGINE_FAILED"
+        assert details["ErrorInfo"].reason == "UNAVAILABLE"
         assert "no instance is left" in service.pump.broken.result()
 
 
@@ -243,7 +243,7 @@ async def test_a_fault_of_the_scheduler_answers_everybody_and_breaks_the_service
     for code, message, details in await asyncio.gather(*waiting):
         assert code is grpc.StatusCode.UNAVAILABLE
         assert "the scheduler failed" in message
-        assert details["ErrorInfo"].reason == "ENGINE_FAILED"
+        assert details["ErrorInfo"].reason == "UNAVAILABLE"
     assert "RuntimeError: injected" in service.pump.broken.result()
 
 

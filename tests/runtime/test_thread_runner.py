@@ -128,7 +128,7 @@ async def test_a_failed_pass_is_run_again_once() -> None:
 async def test_an_engine_that_is_lost_ends_its_requests() -> None:
     engine = GatedEngine(Behaviour(faults={1: Fault(fatal=True)}))
     async with pumping(engine) as pump:
-        assert (await ended(submit(pump))).outcome is Outcome.ENGINE_FAILED
+        assert (await ended(submit(pump))).outcome is Outcome.UNAVAILABLE
         assert pump.snapshot().instances[0].state == "down"
 
 
@@ -138,7 +138,7 @@ async def test_an_engine_that_can_not_say_how_it_is_counts_as_lost() -> None:
     async with pumping(engine) as pump:
         engine.dumb = True
         record = await ended(submit(pump))
-        assert record.outcome is Outcome.ENGINE_FAILED
+        assert record.outcome is Outcome.UNAVAILABLE
         assert pump.snapshot().instances[0].state == "down"
 
 
@@ -163,7 +163,7 @@ async def test_closing_in_a_pass_ends_the_request_at_once_and_the_engine_after_i
     handle = submit(pump, 700)
     await until_running(pump)
     closing = asyncio.create_task(pump.close())
-    assert (await ended(handle)).outcome is Outcome.ENGINE_FAILED
+    assert (await ended(handle)).outcome is Outcome.UNAVAILABLE
     assert not engine.closed
     engine.gate.set()
     await closing

@@ -66,7 +66,7 @@ def test_the_schedules_cover_what_they_are_for() -> None:
     assert sum(report.stale for report in runs) > 5
     assert sum(report.closed for report in runs) > 2
     ended: Counter[str] = sum((report.outcomes for report in runs), Counter())
-    assert {"COMPLETED", "CANCELLED", "ENGINE_FAILED", "REJECTED_CAPACITY", "DEADLINE_EXCEEDED"} <= set(ended)
+    assert {"COMPLETED", "CANCELLED", "UNAVAILABLE", "REJECTED_CAPACITY", "DEADLINE_EXCEEDED"} <= set(ended)
     assert ended["COMPLETED"] > 0.6 * sum(ended.values())
 
 
@@ -75,7 +75,10 @@ def test_faults_cost_something_and_calm_costs_nothing() -> None:
     seeds = range(30)
     calm = [run_seed(seed, calm=True) for seed in seeds]
     assert not any(report.error for report in calm)
-    assert not any(report.outcomes["ENGINE_FAILED"] + report.declared_down for report in calm)
+    assert not any(
+        report.outcomes["ENGINE_FAILED"] + report.outcomes["UNAVAILABLE"] + report.declared_down
+        for report in calm
+    )
     rough = [report for report in reports(0) if report.seed in seeds]
     assert sum(r.met for r in rough) < sum(r.met for r in calm if r.seed < CHUNK)
 
@@ -152,7 +155,7 @@ def test_a_worker_that_hangs_for_a_moment_is_not() -> None:
 def test_a_stall_of_everything_blames_nobody() -> None:
     ended, report = outcomes(ChaosFault("stall", 0.3, for_s=60.0))
     assert report.declared_down == 0
-    assert ended["ENGINE_FAILED"] == 0
+    assert ended["ENGINE_FAILED"] == ended["UNAVAILABLE"] == 0
 
 
 def test_a_silent_link_that_heals_soon_loses_nothing() -> None:
@@ -177,12 +180,12 @@ def test_a_scheduler_that_restarts_is_sent_again_what_had_emitted_nothing() -> N
     """With one token an answer all who were live are sent again; who comes meanwhile is turned away."""
     ended, _ = outcomes(ChaosFault("restart", 0.3, for_s=0.05), answer=1)
     assert ended["COMPLETED"] >= 25
-    assert ended["COMPLETED"] + ended["ENGINE_FAILED"] == 30
+    assert ended["COMPLETED"] + ended["UNAVAILABLE"] == 30
 
 
 def test_without_any_instance_all_are_told_so() -> None:
     ended, _ = outcomes(ChaosFault("die", 0.3, 0), ChaosFault("die", 0.3, 1))
-    assert ended["ENGINE_FAILED"] + ended["REJECTED_CAPACITY"] > 10
+    assert ended["UNAVAILABLE"] + ended["REJECTED_CAPACITY"] > 10
     assert ended["COMPLETED"] > 0
 
 
@@ -239,7 +242,7 @@ def test_two_restarts_on_end_lose_nobody_and_answer_nobody_twice() -> None:
     faults = ChaosFault("restart", 0.305, for_s=0.02), ChaosFault("restart", 0.345, for_s=0.3)
     ended, _ = outcomes(*faults, answer=1)
     turned_away = sum(f.at_s <= ask.at_s < f.at_s + (f.for_s or 0.0) for f in faults for ask in small().asks)
-    assert ended == {"COMPLETED": 30 - turned_away, "ENGINE_FAILED": turned_away}
+    assert ended == {"COMPLETED": 30 - turned_away, "UNAVAILABLE": turned_away}
 
 
 def test_a_failure_says_how_to_run_it_again(

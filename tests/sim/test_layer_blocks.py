@@ -148,7 +148,12 @@ def test_the_books_balance_whatever_happens_between_blocks(
     result, scheduler = simulate(prompts, cancels=cancels, faults=faults, outages=outage)
     assert scheduler.submitted == sum(scheduler.outcomes.values()) == len(prompts)
     for record in result.records.values():
-        assert record.outcome in (Outcome.COMPLETED, Outcome.CANCELLED, Outcome.ENGINE_FAILED)
+        assert record.outcome in (
+            Outcome.COMPLETED,
+            Outcome.CANCELLED,
+            Outcome.ENGINE_FAILED,
+            Outcome.UNAVAILABLE,
+        )
         if record.outcome is Outcome.COMPLETED:
             assert record.output_tokens == 1
             assert record.first_token_s is not None
