@@ -7,21 +7,24 @@ one). Membership `memory` is for one process and so of no use here: it is refuse
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from engines.catalog import LoadedEngine
+from engines.catalog import LoadedEngine, has_lp_engine
+from engines.gpu_catalog import SP
 from service.core.progress import HangRule
 from service.core.reconcile import Controller
 from service.core.settings import SchedulerSettings
-from service.core.types import InstanceSpec
+from service.core.types import InstanceSpec, Role
 from service.fleet import CONTROLLER_LISTEN
 from service.fleet.backends import make_membership
-from service.fleet.controller import ControllerSettings
+from service.fleet.controller import ControllerSettings, RolesStay
 from service.fleet.health import LinkSettings
 from service.fleet.membership import Membership
 from service.fleet.probe import HealthPort
@@ -32,6 +35,12 @@ from service.fleet.processes import (
     SchedulerProcess,
     WorkerProcess,
 )
+from service.fleet.role_engines import OWN_ENGINES, RoleEngines
+from service.fleet.role_facts import MoveEnd, MovePhase, MoveState
+from service.fleet.role_move import MoveSettings
+from service.fleet.role_worker import RolePlan
+from service.fleet.shard_controller import ShardSettings
+from service.fleet.shards import EVERY_SHARD
 from service.policies import make_controller, make_scheduler
 from service.rpc.inference import InferenceServicer, ServedModel, StatusServicer
 from service.rpc.intake import Intake
@@ -42,9 +51,20 @@ from service.runtime.contract import Observer
 from service.runtime.worker import ThreadRunner
 from service.settings import FleetOptions, Settings, SettingsError
 from service.telemetry import Telemetry
-from service.wiring import STOP_GRACE_S, ServiceBroken, bundle_codec, telemetry_of, until_stopped
+from service.wiring import (
+    STOP_GRACE_S,
+    ServiceBroken,
+    bundle_codec,
+    engine_options,
+    load,
+    telemetry_of,
+    until_stopped,
+)
+
+log = logging.getLogger(__name__)
 
 SETTING = "fleet.link"
+SHARD_MARGIN_S = 60.0  # beyond the drain of a worker that goes to another shard, until it is taken back
 _MESSAGES = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 ReadyAt = Callable[[str], None]  # told the address once the process is there
 
@@ -56,6 +76,8 @@ def place_of(options: FleetOptions, kind: str) -> Place:
         tls = TlsFiles(
             options.link_authority, options.link_certificate, options.link_key, options.link_server_name
         )
+    if kind in ("worker", "scheduler") and (len(options.shards) > 1 or options.shard == EVERY_SHARD):
+        raise SettingsError(f"fleet.shard: a {kind} is of one shard, got {options.shard}; name one")
     member_id = options.member_id or f"{kind}-{socket.gethostname()}"
     opener = channel_opener(tls, SETTING, _MESSAGES)
     return Place(member_id, options.shard, options.listen, opener, options.advertise, tls)
@@ -76,21 +98,87 @@ def membership_of(options: FleetOptions) -> Membership:
     return make_membership(options)
 
 
-async def run_worker(settings: Settings, loaded: LoadedEngine, ready: ReadyAt) -> int:
+@dataclass(frozen=True, slots=True)
+class FirstEngine:
+    """What a worker begins with. name: of the engine. load_s: seconds that it took. bundle_id: what front
+    ends are held against."""
+
+    loaded: LoadedEngine
+    name: str = SP
+    role: Role = Role.MIXED
+    load_s: float = 0.0
+    bundle_id: str = ""
+
+
+def load_first(settings: Settings) -> FirstEngine:
+    """The engine of the role that the fleet wants this worker to have; blocking. Where roles share an engine,
+    that. An LP engine that can't be had is tried again once the worker serves, which tells the fleet why.
+
+    Raises what `wiring.load` raises; where roles have engines of their own, also SettingsError and
+    MembershipError.
+    """
+    options = engine_options(settings)
+    role = Role.MIXED
+    if has_lp_engine(settings.engine.backend, options):
+        role = asyncio.run(_wanted_role(settings)) or Role.MIXED
+    name, start_s = OWN_ENGINES[role] if role is Role.LP else SP, time.monotonic()
+    try:
+        loaded = load(settings, name=name)
+    except Exception:
+        if name == SP:
+            raise
+        log.exception("the engine of role %s can't be had; beginning with the other", role)
+        name, role, start_s = SP, Role.MIXED, time.monotonic()
+        loaded = load(settings)
+    bundle_id = loaded.bundle_id if name == SP else _codec(settings)[1]
+    return FirstEngine(loaded, name, role, time.monotonic() - start_s, bundle_id)
+
+
+async def _wanted_role(settings: Settings) -> Role | None:
+    async with AsyncExitStack() as stack:
+        membership = await _opened(settings.fleet, stack)
+        wanted = membership.snapshot().assignments.get(place_of(settings.fleet, "worker").member_id)
+        return wanted.role if wanted is not None else None
+
+
+def role_plan(settings: Settings, first: FirstEngine, telemetry: Telemetry) -> RolePlan | None:
+    """None: one engine serves both lanes."""
+    if not has_lp_engine(settings.engine.backend, engine_options(settings)):
+        return None
+    engines = RoleEngines(
+        lambda name: load(settings, name=name), OWN_ENGINES, first.loaded, first.name, first.load_s
+    )
+    times = MoveSettings(settings.fleet.move_drain_s, settings.fleet.move_load_s)
+    metrics = telemetry.role_moves(tuple(MovePhase), tuple(MoveEnd))
+
+    def hear(state: MoveState) -> None:
+        if metrics is not None:
+            metrics.heard(state.at, {str(phase): took_s for phase, took_s in state.seconds.items()})
+
+    return RolePlan(engines, times, hear)
+
+
+async def run_worker(settings: Settings, first: FirstEngine, ready: ReadyAt) -> int:
     """Returns how many requests the drain cut off. Raises ServiceBroken when the engine is lost."""
     place = place_of(settings.fleet, "worker")
-    engine = loaded.engine
-    spec = InstanceSpec(place.member_id, engine.capabilities, engine.profiles, loaded.cost)
+    engine, loaded = first.loaded.engine, first.loaded
+    spec = InstanceSpec(place.member_id, engine.capabilities, engine.profiles, loaded.cost, first.role)
     facts = {
         "model": loaded.model_name,
         "backend": settings.engine.backend,
-        "bundle_id": loaded.bundle.manifest.bundle_id if loaded.bundle else "",
+        "bundle_id": first.bundle_id,
     }
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
-        _telemetry(settings, stack)
         process = WorkerProcess(
-            place, membership, spec, ThreadRunner(engine), facts, link_of(settings.scheduler)
+            place,
+            membership,
+            spec,
+            ThreadRunner(engine),
+            facts,
+            link_of(settings.scheduler),
+            roles=role_plan(settings, first, _telemetry(settings, stack)),
+            drain_s=settings.fleet.move_drain_s,
         )
         stack.push_async_callback(process.close)
         await process.start()
@@ -106,7 +194,7 @@ async def run_worker(settings: Settings, loaded: LoadedEngine, ready: ReadyAt) -
 
 
 async def run_scheduler(settings: Settings, ready: ReadyAt) -> None:
-    """Raises ServiceBroken when it can't stand for election any more."""
+    """Also ends when its shard is retired and empty. Raises ServiceBroken when it can't go on."""
     place = place_of(settings.fleet, "scheduler")
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
@@ -130,30 +218,28 @@ async def run_scheduler(settings: Settings, ready: ReadyAt) -> None:
         telemetry.bind(process.snapshot)
         await _probed(settings.fleet, lambda: process.works, stack)
         ready(process.address)
-        await until_stopped(asyncio.Event(), process.failed)
+        stop = asyncio.Event()
+        process.retired.add_done_callback(lambda _: stop.set())
+        await until_stopped(stop, process.failed)
         if process.failed.done():
             raise ServiceBroken(process.failed.result())
+        if process.retired.done():
+            log.info("%s; this scheduler ends", process.retired.result())
 
 
 async def run_controller(settings: Settings, ready: ReadyAt) -> None:
-    """Raises SettingsError for a policy that moves no roles, ServiceBroken when its loop ends."""
-    if make_controller(settings.policy, settings.scheduler) is None:
-        raise SettingsError(
-            f"policy: {settings.policy} moves no instances in scheduler.mode {settings.scheduler.mode}; "
-            "set the mode to spatial or auto, or run no controller"
-        )
+    """A policy, or mode, that moves no roles has its shards balanced. Raises ServiceBroken when its loop ends."""
     place = place_of(settings.fleet, "controller")
     if "listen" not in settings.fleet.model_fields_set:
         place = replace(place, listen=CONTROLLER_LISTEN)
 
     def make() -> Controller:
-        controller = make_controller(settings.policy, settings.scheduler)
-        assert controller is not None
-        return controller
+        return make_controller(settings.policy, settings.scheduler) or RolesStay()
 
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
-        chosen = ControllerSettings(dry_run=settings.fleet.dry_run)
+        shards = ShardSettings(overdue_s=settings.fleet.move_drain_s + SHARD_MARGIN_S)
+        chosen = ControllerSettings(dry_run=settings.fleet.dry_run, shards=shards)
         _telemetry(settings, stack)
         process = ControllerProcess(place, membership, make, settings.scheduler, chosen)
         stack.push_async_callback(process.close)
@@ -171,7 +257,7 @@ async def run_frontend(settings: Settings, ready: ReadyAt) -> int:
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
         _telemetry(settings, stack)
-        process = FrontEndProcess(place, membership)
+        process = FrontEndProcess(place, membership, shards=settings.fleet.shards)
         stack.push_async_callback(process.close)
         await process.start(f"{settings.server.host}:{settings.server.port}")
         welcome = await process.welcome()

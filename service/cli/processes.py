@@ -44,18 +44,17 @@ def worker(
     log_level: LogLevel = "info",
 ) -> None:
     """Run one engine for a fleet. It joins through etcd and obeys the active scheduler of its shard."""
-    from service.wiring import load
-    from service.wiring_fleet import run_worker
+    from service.wiring_fleet import load_first, run_worker
 
     settings = _settings(config, log_level, member, shard, listen, backend, bundle)
     try:
-        loaded = load(settings)
+        first = load_first(settings)
     except ImportError as error:
         fail(f"backend {settings.engine.backend}: {error}; install it with pip install 'plaserve[cpu]'")
     except Exception as error:  # bundles, executors and GPUs have errors of their own, all with a remedy
         logging.getLogger(__name__).debug("loading failed", exc_info=True)
         fail(error)
-    _say_cut_off(_run(run_worker(settings, loaded, _ready("worker", settings))))
+    _say_cut_off(_run(run_worker(settings, first, _ready("worker", settings))))
 
 
 def scheduler(
@@ -77,16 +76,19 @@ def scheduler(
 def frontend(
     config: Config = None,
     member: Member = None,
-    shard: Shard = None,
+    shard: Annotated[
+        list[str] | None, typer.Option(help="A shard to send to; give it again for more. '*': all.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="gRPC port for clients; 0 picks one.")] = None,
     backend: Backend = None,
     bundle: Bundle = None,
     log_level: LogLevel = "info",
 ) -> None:
-    """Answer clients of a fleet over gRPC. Start as many as there are clients for."""
+    """Answer clients of a fleet over gRPC, from one shard or several. Start as many as there are clients for."""
     from service.wiring_fleet import run_frontend
 
-    settings = _settings(config, log_level, member, shard, None, backend, bundle, **{"server.port": port})
+    shards = ",".join(shard) if shard else None
+    settings = _settings(config, log_level, member, shards, None, backend, bundle, **{"server.port": port})
     _say_cut_off(_run(run_frontend(settings, _ready("frontend", settings))))
 
 
@@ -102,7 +104,8 @@ def controller(
     ] = None,
     log_level: LogLevel = "info",
 ) -> None:
-    """Move instances between short and long prefills as the load moves. Start two: one leads."""
+    """Move instances between short and long prefills, and between shards, as the load and the shards change.
+    Start two: one leads."""
     from service.wiring_fleet import run_controller
 
     more: dict[str, Any] = {"policy": policy, "fleet.dry_run": dry_run}

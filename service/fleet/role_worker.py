@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,12 +29,11 @@ class RolePlan:
 
 
 class WorkerRoles:
-    """plan None: one engine serves both lanes, so a role is a label. lock: held while a role is taken."""
+    """plan None: one engine serves both lanes, so a role is a label."""
 
     def __init__(
         self, servicer: WorkerServicer, plan: RolePlan | None, membership: Membership, told: Told
     ) -> None:
-        self.lock = asyncio.Lock()
         self._servicer = servicer
         self._membership = membership
         self._told = told
@@ -60,11 +58,10 @@ class WorkerRoles:
 
     async def take(self, wanted: Assignment) -> Role:
         """For `follow_assignment`. Raises RoleRefused."""
-        async with self.lock:
-            if self._mover is not None:
-                return await self._mover.take(wanted)
-            self._servicer.set_role(wanted.role)
-            return wanted.role
+        if self._mover is not None:
+            return await self._mover.take(wanted)
+        self._servicer.set_role(wanted.role)
+        return wanted.role
 
     def _wanted(self) -> Role | None:
         wanted = self._membership.snapshot().assignments.get(self._servicer.spec.instance_id)

@@ -147,6 +147,16 @@ INCIDENTS = Metric(
     "What an engine survived: its executor lost or restarted, statistics or events missing, leaked KV.",
     ("instance_id", "incident"),
 )
+ROLE_MOVE_PHASE = Metric(
+    "plaserve_role_move_phase",
+    _G,
+    "1 for the phase that this worker's role move is in, where it loads another engine; else 0.",
+    ("phase",),
+)
+ROLE_MOVE_TIME = Metric(
+    "plaserve_role_move_seconds_total", _C, "Seconds in the phases of such moves that are over.", ("phase",)
+)
+ROLE_MOVES = Metric("plaserve_role_moves_total", _C, "Such moves that are over, by how they ended.", ("end",))
 LOOP_LAG = Metric(
     "plaserve_event_loop_lag_seconds",
     _G,
@@ -156,6 +166,7 @@ LOOP_LAG = Metric(
 INFO = Metric("plaserve_service_info", _G, "Always 1; says what is served.", ("model", "backend"))
 
 METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+WORKER_METRICS = (ROLE_MOVE_PHASE, ROLE_MOVE_TIME, ROLE_MOVES)  # of a fleet's workers alone
 
 # --- spans ------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from service.telemetry.endpoint import MetricsEndpoint
     from service.telemetry.export import Exporter
     from service.telemetry.gauges import SnapshotCollector
+    from service.telemetry.role_moves import RoleMoveMetrics
     from service.telemetry.traces import TraceObserver
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,14 @@ class Telemetry:
         """Where gauges are read from at scrape time. Call on the event loop of the runtime."""
         if self._gauges is not None:
             self._gauges.bind(snapshot)
+
+    def role_moves(self, phases: tuple[str, ...], ends: tuple[str, ...]) -> RoleMoveMetrics | None:
+        """Metrics of a worker that loads engines, after `start`; None where none are served. Call once."""
+        if self._registry is None:
+            return None
+        from service.telemetry.role_moves import RoleMoveMetrics
+
+        return RoleMoveMetrics(self._registry, phases, ends)
 
     def request_context(self, request_id: str, metadata: Mapping[str, str]) -> None:
         """The metadata of an incoming call, before its request is submitted: its span gets that parent."""
