@@ -37,6 +37,7 @@ from service.bench.fleet_rig import RigError
 
 MODULE = "service.bench.chaos"
 OUT = Path("var/chaos-real")
+WIDTH = 160  # without a terminal
 
 
 async def run_all(schedules: Sequence[RealSchedule], out: Path, console: Console) -> list[Report]:
@@ -156,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not asked.inside and any(each.needs_network for each in schedules) and not no_network():
         enter(MODULE, given)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     asked.out.mkdir(parents=True, exist_ok=True)
     try:
         reports = asyncio.run(run_all(schedules, asked.out, console))

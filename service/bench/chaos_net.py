@@ -41,7 +41,8 @@ def missing() -> str:
 def enter(module: str, arguments: Sequence[str]) -> None:
     """Begin this program anew, in a network and a mount namespace of its own. Does not return."""
     inner = [sys.executable, "-m", module, *arguments, INSIDE]
-    os.execvp("unshare", ["unshare", "--net", "--mount", "--", *inner])
+    up = 'ip link set lo up && exec "$@"'
+    os.execvp("unshare", ["unshare", "--net", "--mount", "--", "sh", "-c", up, "sh", *inner])
 
 
 @dataclass(slots=True)
@@ -53,7 +54,6 @@ class Network:
     @classmethod
     def open(cls, names: Sequence[str]) -> Network:
         """Raises NetworkError."""
-        _ip("link", "set", "lo", "up")
         _ip("link", "add", BRIDGE, "type", "bridge")
         _ip("addr", "add", f"{HUB}/24", "dev", BRIDGE)
         _ip("link", "set", BRIDGE, "up")

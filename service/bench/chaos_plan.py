@@ -44,7 +44,7 @@ VARIANTS = (  # kind, target or what kind of process it is, how
 LOAD_S = 10.0
 FAULT_S_MIN, FAULT_S_MAX = 1.0, 8.0
 LONG_HANG_S = 6.0  # above any lease here
-ROLES = ("sp", "lp", "mixed")
+TRIES = 20  # to find a time at which no other fault has the process
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,11 @@ def make_schedule(seed: int) -> RealSchedule:
     networks = ("cut", "network") in {(kind, how) for kind, _, how in variants}
     faults: list[RealFault] = []
     for variant in variants:
-        fault = _fault(rng, variant, workers, networks)
-        if not any(_clash(fault, other) for other in faults):
-            faults.append(fault)
+        for _ in range(TRIES):
+            fault = _fault(rng, variant, workers, networks)
+            if not any(_clash(fault, other) for other in faults):
+                faults.append(fault)
+                break
     return RealSchedule(
         seed=seed,
         mode=rng.choice(("spatial", "spatial", "auto")),
@@ -182,7 +184,7 @@ def _fault(rng: random.Random, variant: tuple[str, str, str], workers: int, netw
     elif kind == "clock":
         target = f"s{number % 2}"  # from its start on it must be one that can
     if kind == "role":
-        how, for_s = rng.choice(ROLES), 0.0
+        how, for_s = rng.choice(HOW["role"]), 0.0
     elif kind == "slow":
         factor = rng.uniform(3.0, 12.0)
     elif kind == "delay":

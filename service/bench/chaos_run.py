@@ -21,6 +21,7 @@ from protos.plaserve.v1 import fleet_pb2 as pb
 from service.bench import chaos_laws as laws
 from service.bench.arms import free_ports
 from service.bench.chaos_clients import Clients, Heard
+from service.bench.chaos_clock import shift
 from service.bench.chaos_faults import Injector
 from service.bench.chaos_net import HUB, NAME, Network, certificates
 from service.bench.chaos_net import missing as no_network
@@ -38,7 +39,6 @@ SETTLE_S_MAX = 8.0  # beyond what a front end that is gone is waited for
 ROUND_S = 0.5
 PROBE = (40, 60, 90, 6000)  # prompt tokens of one round, to each front end
 PROBE_NUMBERS = 1_000_000  # the prompts are nobody else's
-FAKETIME = ("/usr/lib/*/faketime/libfaketime.so.1", "/usr/lib/faketime/libfaketime.so.1")
 PORT = 7000  # of a process that has an address of its own
 
 
@@ -219,16 +219,12 @@ async def _prepared(
 ) -> AsyncIterator[_Run]:
     """Everything but the processes themselves; all of it is gone in the end."""
     _begin_folder(schedule, folder)
-    missing = {
-        "cut network": no_network(),
-        "clock": "" if _faketime() else "needs libfaketime, Debian: faketime",
-    }
-    missing = {kind: why for kind, why in missing.items() if why}
+    missing = {"cut network": no_network()} if schedule.needs_network and no_network() else {}
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         rig = await stack.enter_async_context(fleet_rig(rig_settings(schedule), folder))
         network, tls = None, None
-        if schedule.needs_network and "cut network" not in missing:
+        if schedule.needs_network and not missing:
             network = Network.open(tuple(rig.parts))
             stack.callback(network.close)
             tls = certificates(folder / "certificates")
@@ -236,7 +232,7 @@ async def _prepared(
         for relay in relays.values():
             await relay.open()
             stack.push_async_callback(relay.cut)
-        clocks = {name: folder / f"{name}.clock" for name in schedule.clocks if "clock" not in missing}
+        clocks = {name: folder / f"{name}.clock" for name in schedule.clocks}
         for part in rig.parts.values():
             _equip(part, relays[part.name].endpoint, network, tls, clocks.get(part.name))
         clients = Clients([part.address for part in rig.of(Kind.FRONTEND)])
@@ -310,17 +306,5 @@ def _equip(part: Part, etcd: str, network: Network | None, tls: TlsFiles | None,
         part.arguments = (*kept, "--listen", part.address)
     if clock is not None:
         clock.write_text("+0", encoding="ascii")
-        made |= {
-            "LD_PRELOAD": _faketime(),
-            "FAKETIME_TIMESTAMP_FILE": str(clock.resolve()),
-            "FAKETIME_CACHE_DURATION": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "DONT_FAKE_MONOTONIC": "1",
-        }
+        part.first = f"from {shift.__module__} import shift; shift({str(clock.resolve())!r}); "
     part.environment = made
-
-
-def _faketime() -> str:
-    """The library that shifts the time of day of a process; empty if there is none."""
-    found = [path for pattern in FAKETIME for path in sorted(Path("/").glob(pattern[1:]))]
-    return str(found[0]) if found else ""

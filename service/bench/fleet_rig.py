@@ -29,6 +29,7 @@ STOP_S_MAX = 10.0
 POLL_S = 0.1
 LOG_TAIL_LINES = 15
 READY = b"ready: "
+MAIN = "from service.cli import main; main()"
 
 
 class RigError(Exception):
@@ -64,8 +65,9 @@ class RigSettings:
 class Part:
     """A process by its name in the fleet. lives: how often it was started. killed: SIGKILL on purpose.
 
-    address: for kinds with a port that they keep. before: put before its command. environment: its own
-    settings, over those of all. hard: it had to be killed at the end. cpu_s: of all its lives, as last read.
+    address: for kinds with a port that they keep. before: put before its command. first: Python that it runs
+    before anything else. environment: its own settings, over those of all. hard: it had to be killed at the
+    end. cpu_s: of all its lives, as last read.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Part:
     log: Path
     address: str = ""
     before: tuple[str, ...] = ()
+    first: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     process: asyncio.subprocess.Process | None = None
     lives: int = 0
@@ -101,7 +104,7 @@ class Part:
         self._cpu_before_s = self.cpu_s
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *with_parent(), *self.before, sys.executable, "-c", "from service.cli import main; main()",
+                *with_parent(), *self.before, sys.executable, "-c", f"{self.first}{MAIN}",
                 self.kind.value, "--member", self.name, *self.arguments,
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**os.environ, **environment, **self.environment}, start_new_session=True,
