@@ -90,7 +90,7 @@ class FleetWatch:
         active = [p for p in answer.processes if p.epoch and p.kind == Kind.SCHEDULER.value]
         self.epochs.update(int(p.epoch) for p in active)
         self.schedulers.update({p.member_id: p.address for p in active})
-        known = any(i.state != "unseen" for i in answer.instances)
+        known = answer.HasField("sp_pressure")
         made = Sample(
             at_s,
             {i.instance_id: ROLES.get(i.role, "mixed") for i in answer.instances if i.instance_id in up},

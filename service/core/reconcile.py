@@ -44,6 +44,7 @@ class FleetView:
     short_work_s_per_s: float  # predicted seconds of prefill that arrive a second, alone and unbatched
     long_work_s_per_s: float
     arrivals: int  # requests submitted since the last look
+    first_look: bool = False  # there was none before: rates and utilisation are of nothing yet
 
 
 class MoveReason(StrEnum):

@@ -9,7 +9,7 @@ role becomes the one it reports.
 
 Pinned workers are left out of what may move, but not out of the view: their load counts. All writes name the
 leadership (`fence`), so a controller that has lost it without knowing changes nothing. With membership or a
-shard away, a round decides nothing for it; serving goes on as it is.
+shard away, or seen for the first time, a round decides nothing for it; serving goes on as it is.
 
 `dry_run` only says what it would do: decisions are kept and logged, nothing is written.
 """
@@ -181,12 +181,13 @@ class FleetController:
         failed = taken_back(snapshot.members, snapshot.assignments.values())
         for move in {move.instance_id: move for move in (*late, *failed)}.values():
             await self._write(snapshot.members[move.instance_id].shard, move, snapshot, leadership, now_s)
-        for shard, view in self.views.items():
+        known = {shard: view for shard, view in self.views.items() if not view.first_look}
+        for shard, view in known.items():
             controller = self._controllers.setdefault(shard, self._make())
             seen = self._slow.shown(shown(view, snapshot.assignments), shard, now_s)
             for move in controller.step(seen, now_s):
                 await self._write(shard, move, snapshot, leadership, now_s)
-        await self.shards.round(self._membership.snapshot(), self.views, leadership, now_s)
+        await self.shards.round(self._membership.snapshot(), known, leadership, now_s)
 
     async def _write(
         self,

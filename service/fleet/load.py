@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import grpc.aio
@@ -23,6 +24,7 @@ from service.fleet.requests_convert import BadMessage
 METHOD = "/plaserve.v1.SchedulerService/GetLoad"
 OBSERVERS_MAX = 16
 TIMEOUT_S = 1.0
+LOOK_S_MAX = 10.0  # rates over a longer time are not of now: such a look is a first one
 
 
 class LoadSource(Protocol):
@@ -44,8 +46,11 @@ class LoadReport:
 
     def look(self, observer_id: str) -> pb.GetLoadResponse:
         now_s = self._clock()
-        before = self._before.pop(observer_id, None) or totals(self._scheduler, now_s)
-        view, self._before[observer_id] = observe(self._scheduler, before, now_s)
+        before = self._before.pop(observer_id, None)
+        first = before is None or now_s - before.at_s > LOOK_S_MAX
+        since = totals(self._scheduler, now_s) if before is None or first else before
+        view, self._before[observer_id] = observe(self._scheduler, since, now_s)
+        view = replace(view, first_look=first)
         if len(self._before) > OBSERVERS_MAX:
             self._before.popitem(last=False)
         return to_proto(view, self._epoch, active=self.active)
@@ -111,6 +116,7 @@ def to_proto(view: FleetView, epoch: int, *, active: bool) -> pb.GetLoadResponse
         short_work_s_per_s=view.short_work_s_per_s,
         long_work_s_per_s=view.long_work_s_per_s,
         arrival_count=view.arrivals,
+        first_look=view.first_look,
     )
 
 
@@ -138,4 +144,5 @@ def from_proto(answer: pb.GetLoadResponse) -> FleetView:
         answer.short_work_s_per_s,
         answer.long_work_s_per_s,
         answer.arrival_count,
+        answer.first_look,
     )

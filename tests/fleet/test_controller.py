@@ -271,7 +271,7 @@ _LOADS = st.lists(
 ).map(tuple)
 
 
-@given(st.builds(FleetView, _LOADS, *[st.floats(0, 1e4)] * 4, st.integers(0, 2**40)))
+@given(st.builds(FleetView, _LOADS, *[st.floats(0, 1e4)] * 4, st.integers(0, 2**40), st.booleans()))
 def test_a_load_crosses_whole(given_view: FleetView) -> None:
     assert from_proto(to_proto(given_view, 3, active=True)) == given_view
 

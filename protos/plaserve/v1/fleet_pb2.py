@@ -26,49 +26,49 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprotos/plaserve/v1/fleet.proto\x12\x0bplaserve.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd8\x03\n\rFleetInstance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\t\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.plaserve.v1.Role\x12&\n\x0btarget_role\x18\x04 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\x12\x10\n\x08pressure\x18\x07 \x01(\x01\x12\x14\n\x0cqueued_count\x18\x08 \x01(\r\x12\x32\n\x0elast_seen_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07\x61\x64\x64ress\x18\n \x01(\t\x12\x11\n\tbacklog_s\x18\x0b \x01(\x01\x12\x13\n\x0butilisation\x18\x0c \x01(\x01\x12\x0e\n\x06reason\x18\r \x01(\t\x12\x14\n\x0ctarget_shard\x18\x0e \x01(\t\x12\x0e\n\x06\x65ngine\x18\x14 \x01(\t\x12\x12\n\nmove_phase\x18\x15 \x01(\t\x12\x30\n\rmove_duration\x18\x16 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nmove_error\x18\x17 \x01(\t\x12\x13\n\x0bmove_cost_s\x18\x18 \x01(\x01\"\x92\x02\n\nFleetShard\x12\x10\n\x08shard_id\x18\x01 \x01(\t\x12\x0e\n\x06leader\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08standbys\x18\x04 \x03(\t\x12\x0f\n\x07retired\x18\x05 \x01(\x08\x12\x10\n\x08sp_count\x18\x06 \x01(\r\x12\x10\n\x08lp_count\x18\x07 \x01(\r\x12\x13\n\x0bmixed_count\x18\x08 \x01(\r\x12\x14\n\x0c\x63oming_count\x18\t \x01(\r\x12\x15\n\rleaving_count\x18\n \x01(\r\x12\x14\n\x0cqueued_count\x18\x0b \x01(\r\x12\x11\n\tbacklog_s\x18\x0c \x01(\x01\x12\x13\n\x0butilisation\x18\r \x01(\x01\x12\x0c\n\x04note\x18\x0e \x01(\t\"a\n\x0c\x46leetProcess\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x10\n\x08shard_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\"\xab\x02\n\x08RoleMove\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12$\n\tfrom_role\x18\x02 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\"\n\x07to_role\x18\x03 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1b\n\x13pressure_difference\x18\x05 \x01(\x01\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07outcome\x18\x08 \x01(\t\x12\x12\n\nfrom_shard\x18\t \x01(\t\x12\x10\n\x08to_shard\x18\n \x01(\t\"\x11\n\x0fGetFleetRequest\"\x9e\x02\n\x10GetFleetResponse\x12-\n\tinstances\x18\x01 \x03(\x0b\x32\x1a.plaserve.v1.FleetInstance\x12\x13\n\x0bsp_pressure\x18\x02 \x01(\x01\x12\x13\n\x0blp_pressure\x18\x03 \x01(\x01\x12,\n\tprocesses\x18\x04 \x03(\x0b\x32\x19.plaserve.v1.FleetProcess\x12\x12\n\ncontroller\x18\x05 \x01(\t\x12\r\n\x05stale\x18\x06 \x01(\x08\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x64ry_run\x18\x08 \x01(\x08\x12\'\n\x06shards\x18\t \x03(\x0b\x32\x17.plaserve.v1.FleetShard\"@\n\x11WatchFleetRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"z\n\x13MoveInstanceRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12\n\n\x02\x62y\x18\x04 \x01(\t\x12\x10\n\x08shard_id\x18\x05 \x01(\t\";\n\x14MoveInstanceResponse\x12#\n\x04move\x18\x01 \x01(\x0b\x32\x15.plaserve.v1.RoleMove\"c\n\x14\x44rainInstanceRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\n\n\x02\x62y\x18\x03 \x01(\t\"1\n\x15\x44rainInstanceResponse\x12\x18\n\x10unfinished_count\x18\x01 \x01(\r\"f\n\x12PinInstanceRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\n\n\x02\x62y\x18\x04 \x01(\t\"C\n\x13PinInstanceResponse\x12,\n\x08instance\x18\x01 \x01(\x0b\x32\x1a.plaserve.v1.FleetInstance\"C\n\x12RetireShardRequest\x12\x10\n\x08shard_id\x18\x01 \x01(\t\x12\x0f\n\x07retired\x18\x02 \x01(\x08\x12\n\n\x02\x62y\x18\x03 \x01(\t\"=\n\x13RetireShardResponse\x12&\n\x05shard\x18\x01 \x01(\x0b\x32\x17.plaserve.v1.FleetShard\"9\n\x10ListMovesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"R\n\x11ListMovesResponse\x12$\n\x05moves\x18\x01 \x03(\x0b\x32\x15.plaserve.v1.RoleMove\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*F\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0b\n\x07ROLE_SP\x10\x01\x12\x0b\n\x07ROLE_LP\x10\x02\x12\x0e\n\nROLE_MIXED\x10\x03\x32\xc3\x04\n\x0c\x46leetService\x12G\n\x08GetFleet\x12\x1c.plaserve.v1.GetFleetRequest\x1a\x1d.plaserve.v1.GetFleetResponse\x12M\n\nWatchFleet\x12\x1e.plaserve.v1.WatchFleetRequest\x1a\x1d.plaserve.v1.GetFleetResponse0\x01\x12S\n\x0cMoveInstance\x12 .plaserve.v1.MoveInstanceRequest\x1a!.plaserve.v1.MoveInstanceResponse\x12V\n\rDrainInstance\x12!.plaserve.v1.DrainInstanceRequest\x1a\".plaserve.v1.DrainInstanceResponse\x12P\n\x0bPinInstance\x12\x1f.plaserve.v1.PinInstanceRequest\x1a .plaserve.v1.PinInstanceResponse\x12J\n\tListMoves\x12\x1d.plaserve.v1.ListMovesRequest\x1a\x1e.plaserve.v1.ListMovesResponse\x12P\n\x0bRetireShard\x12\x1f.plaserve.v1.RetireShardRequest\x1a .plaserve.v1.RetireShardResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eprotos/plaserve/v1/fleet.proto\x12\x0bplaserve.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xea\x03\n\rFleetInstance\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\t\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.plaserve.v1.Role\x12&\n\x0btarget_role\x18\x04 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\x12\x15\n\x08pressure\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x0cqueued_count\x18\x08 \x01(\r\x12\x32\n\x0elast_seen_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07\x61\x64\x64ress\x18\n \x01(\t\x12\x11\n\tbacklog_s\x18\x0b \x01(\x01\x12\x13\n\x0butilisation\x18\x0c \x01(\x01\x12\x0e\n\x06reason\x18\r \x01(\t\x12\x14\n\x0ctarget_shard\x18\x0e \x01(\t\x12\x0e\n\x06\x65ngine\x18\x14 \x01(\t\x12\x12\n\nmove_phase\x18\x15 \x01(\t\x12\x30\n\rmove_duration\x18\x16 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nmove_error\x18\x17 \x01(\t\x12\x13\n\x0bmove_cost_s\x18\x18 \x01(\x01\x42\x0b\n\t_pressure\"\x92\x02\n\nFleetShard\x12\x10\n\x08shard_id\x18\x01 \x01(\t\x12\x0e\n\x06leader\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08standbys\x18\x04 \x03(\t\x12\x0f\n\x07retired\x18\x05 \x01(\x08\x12\x10\n\x08sp_count\x18\x06 \x01(\r\x12\x10\n\x08lp_count\x18\x07 \x01(\r\x12\x13\n\x0bmixed_count\x18\x08 \x01(\r\x12\x14\n\x0c\x63oming_count\x18\t \x01(\r\x12\x15\n\rleaving_count\x18\n \x01(\r\x12\x14\n\x0cqueued_count\x18\x0b \x01(\r\x12\x11\n\tbacklog_s\x18\x0c \x01(\x01\x12\x13\n\x0butilisation\x18\r \x01(\x01\x12\x0c\n\x04note\x18\x0e \x01(\t\"a\n\x0c\x46leetProcess\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x10\n\x08shard_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\"\xab\x02\n\x08RoleMove\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12$\n\tfrom_role\x18\x02 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\"\n\x07to_role\x18\x03 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1b\n\x13pressure_difference\x18\x05 \x01(\x01\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07outcome\x18\x08 \x01(\t\x12\x12\n\nfrom_shard\x18\t \x01(\t\x12\x10\n\x08to_shard\x18\n \x01(\t\"\x11\n\x0fGetFleetRequest\"\xc8\x02\n\x10GetFleetResponse\x12-\n\tinstances\x18\x01 \x03(\x0b\x32\x1a.plaserve.v1.FleetInstance\x12\x18\n\x0bsp_pressure\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0blp_pressure\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12,\n\tprocesses\x18\x04 \x03(\x0b\x32\x19.plaserve.v1.FleetProcess\x12\x12\n\ncontroller\x18\x05 \x01(\t\x12\r\n\x05stale\x18\x06 \x01(\x08\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07\x64ry_run\x18\x08 \x01(\x08\x12\'\n\x06shards\x18\t \x03(\x0b\x32\x17.plaserve.v1.FleetShardB\x0e\n\x0c_sp_pressureB\x0e\n\x0c_lp_pressure\"@\n\x11WatchFleetRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"z\n\x13MoveInstanceRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12\n\n\x02\x62y\x18\x04 \x01(\t\x12\x10\n\x08shard_id\x18\x05 \x01(\t\";\n\x14MoveInstanceResponse\x12#\n\x04move\x18\x01 \x01(\x0b\x32\x15.plaserve.v1.RoleMove\"c\n\x14\x44rainInstanceRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\n\n\x02\x62y\x18\x03 \x01(\t\"1\n\x15\x44rainInstanceResponse\x12\x18\n\x10unfinished_count\x18\x01 \x01(\r\"f\n\x12PinInstanceRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.plaserve.v1.Role\x12\n\n\x02\x62y\x18\x04 \x01(\t\"C\n\x13PinInstanceResponse\x12,\n\x08instance\x18\x01 \x01(\x0b\x32\x1a.plaserve.v1.FleetInstance\"C\n\x12RetireShardRequest\x12\x10\n\x08shard_id\x18\x01 \x01(\t\x12\x0f\n\x07retired\x18\x02 \x01(\x08\x12\n\n\x02\x62y\x18\x03 \x01(\t\"=\n\x13RetireShardResponse\x12&\n\x05shard\x18\x01 \x01(\x0b\x32\x17.plaserve.v1.FleetShard\"9\n\x10ListMovesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"R\n\x11ListMovesResponse\x12$\n\x05moves\x18\x01 \x03(\x0b\x32\x15.plaserve.v1.RoleMove\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t*F\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0b\n\x07ROLE_SP\x10\x01\x12\x0b\n\x07ROLE_LP\x10\x02\x12\x0e\n\nROLE_MIXED\x10\x03\x32\xc3\x04\n\x0c\x46leetService\x12G\n\x08GetFleet\x12\x1c.plaserve.v1.GetFleetRequest\x1a\x1d.plaserve.v1.GetFleetResponse\x12M\n\nWatchFleet\x12\x1e.plaserve.v1.WatchFleetRequest\x1a\x1d.plaserve.v1.GetFleetResponse0\x01\x12S\n\x0cMoveInstance\x12 .plaserve.v1.MoveInstanceRequest\x1a!.plaserve.v1.MoveInstanceResponse\x12V\n\rDrainInstance\x12!.plaserve.v1.DrainInstanceRequest\x1a\".plaserve.v1.DrainInstanceResponse\x12P\n\x0bPinInstance\x12\x1f.plaserve.v1.PinInstanceRequest\x1a .plaserve.v1.PinInstanceResponse\x12J\n\tListMoves\x12\x1d.plaserve.v1.ListMovesRequest\x1a\x1e.plaserve.v1.ListMovesResponse\x12P\n\x0bRetireShard\x12\x1f.plaserve.v1.RetireShardRequest\x1a .plaserve.v1.RetireShardResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.plaserve.v1.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2424
-  _globals['_ROLE']._serialized_end=2494
+  _globals['_ROLE']._serialized_start=2484
+  _globals['_ROLE']._serialized_end=2554
   _globals['_FLEETINSTANCE']._serialized_start=113
-  _globals['_FLEETINSTANCE']._serialized_end=585
-  _globals['_FLEETSHARD']._serialized_start=588
-  _globals['_FLEETSHARD']._serialized_end=862
-  _globals['_FLEETPROCESS']._serialized_start=864
-  _globals['_FLEETPROCESS']._serialized_end=961
-  _globals['_ROLEMOVE']._serialized_start=964
-  _globals['_ROLEMOVE']._serialized_end=1263
-  _globals['_GETFLEETREQUEST']._serialized_start=1265
-  _globals['_GETFLEETREQUEST']._serialized_end=1282
-  _globals['_GETFLEETRESPONSE']._serialized_start=1285
-  _globals['_GETFLEETRESPONSE']._serialized_end=1571
-  _globals['_WATCHFLEETREQUEST']._serialized_start=1573
-  _globals['_WATCHFLEETREQUEST']._serialized_end=1637
-  _globals['_MOVEINSTANCEREQUEST']._serialized_start=1639
-  _globals['_MOVEINSTANCEREQUEST']._serialized_end=1761
-  _globals['_MOVEINSTANCERESPONSE']._serialized_start=1763
-  _globals['_MOVEINSTANCERESPONSE']._serialized_end=1822
-  _globals['_DRAININSTANCEREQUEST']._serialized_start=1824
-  _globals['_DRAININSTANCEREQUEST']._serialized_end=1923
-  _globals['_DRAININSTANCERESPONSE']._serialized_start=1925
-  _globals['_DRAININSTANCERESPONSE']._serialized_end=1974
-  _globals['_PININSTANCEREQUEST']._serialized_start=1976
-  _globals['_PININSTANCEREQUEST']._serialized_end=2078
-  _globals['_PININSTANCERESPONSE']._serialized_start=2080
-  _globals['_PININSTANCERESPONSE']._serialized_end=2147
-  _globals['_RETIRESHARDREQUEST']._serialized_start=2149
-  _globals['_RETIRESHARDREQUEST']._serialized_end=2216
-  _globals['_RETIRESHARDRESPONSE']._serialized_start=2218
-  _globals['_RETIRESHARDRESPONSE']._serialized_end=2279
-  _globals['_LISTMOVESREQUEST']._serialized_start=2281
-  _globals['_LISTMOVESREQUEST']._serialized_end=2338
-  _globals['_LISTMOVESRESPONSE']._serialized_start=2340
-  _globals['_LISTMOVESRESPONSE']._serialized_end=2422
-  _globals['_FLEETSERVICE']._serialized_start=2497
-  _globals['_FLEETSERVICE']._serialized_end=3076
+  _globals['_FLEETINSTANCE']._serialized_end=603
+  _globals['_FLEETSHARD']._serialized_start=606
+  _globals['_FLEETSHARD']._serialized_end=880
+  _globals['_FLEETPROCESS']._serialized_start=882
+  _globals['_FLEETPROCESS']._serialized_end=979
+  _globals['_ROLEMOVE']._serialized_start=982
+  _globals['_ROLEMOVE']._serialized_end=1281
+  _globals['_GETFLEETREQUEST']._serialized_start=1283
+  _globals['_GETFLEETREQUEST']._serialized_end=1300
+  _globals['_GETFLEETRESPONSE']._serialized_start=1303
+  _globals['_GETFLEETRESPONSE']._serialized_end=1631
+  _globals['_WATCHFLEETREQUEST']._serialized_start=1633
+  _globals['_WATCHFLEETREQUEST']._serialized_end=1697
+  _globals['_MOVEINSTANCEREQUEST']._serialized_start=1699
+  _globals['_MOVEINSTANCEREQUEST']._serialized_end=1821
+  _globals['_MOVEINSTANCERESPONSE']._serialized_start=1823
+  _globals['_MOVEINSTANCERESPONSE']._serialized_end=1882
+  _globals['_DRAININSTANCEREQUEST']._serialized_start=1884
+  _globals['_DRAININSTANCEREQUEST']._serialized_end=1983
+  _globals['_DRAININSTANCERESPONSE']._serialized_start=1985
+  _globals['_DRAININSTANCERESPONSE']._serialized_end=2034
+  _globals['_PININSTANCEREQUEST']._serialized_start=2036
+  _globals['_PININSTANCEREQUEST']._serialized_end=2138
+  _globals['_PININSTANCERESPONSE']._serialized_start=2140
+  _globals['_PININSTANCERESPONSE']._serialized_end=2207
+  _globals['_RETIRESHARDREQUEST']._serialized_start=2209
+  _globals['_RETIRESHARDREQUEST']._serialized_end=2276
+  _globals['_RETIRESHARDRESPONSE']._serialized_start=2278
+  _globals['_RETIRESHARDRESPONSE']._serialized_end=2339
+  _globals['_LISTMOVESREQUEST']._serialized_start=2341
+  _globals['_LISTMOVESREQUEST']._serialized_end=2398
+  _globals['_LISTMOVESRESPONSE']._serialized_start=2400
+  _globals['_LISTMOVESRESPONSE']._serialized_end=2482
+  _globals['_FLEETSERVICE']._serialized_start=2557
+  _globals['_FLEETSERVICE']._serialized_end=3136
 # @@protoc_insertion_point(module_scope)

@@ -26,39 +26,43 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from protos.plaserve.v1 import inference_pb2 as protos_dot_plaserve_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"protos/plaserve/v1/scheduler.proto\x12\x0bplaserve.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\"protos/plaserve/v1/inference.proto\"%\n\x0eGetLoadRequest\x12\x13\n\x0bobserver_id\x18\x01 \x01(\t\"\xe7\x01\n\x0fGetLoadResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\x08\x12,\n\tinstances\x18\x03 \x03(\x0b\x32\x19.plaserve.v1.InstanceLoad\x12\x1c\n\x14short_requests_per_s\x18\x04 \x01(\x01\x12\x1b\n\x13long_requests_per_s\x18\x05 \x01(\x01\x12\x1a\n\x12short_work_s_per_s\x18\x06 \x01(\x01\x12\x19\n\x11long_work_s_per_s\x18\x07 \x01(\x01\x12\x15\n\rarrival_count\x18\x08 \x01(\x04\"\x99\x01\n\x0cInstanceLoad\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x11\n\tbacklog_s\x18\x03 \x01(\x01\x12\x15\n\rat_risk_ratio\x18\x04 \x01(\x01\x12\x13\n\x0butilisation\x18\x05 \x01(\x01\x12\x15\n\rwaiting_count\x18\x06 \x01(\r\x12\x10\n\x08\x63\x61\x63hed_s\x18\x07 \x01(\x01\"\xa2\x01\n\x0f\x46rontEndMessage\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.plaserve.v1.FrontEndHelloH\x00\x12,\n\x06submit\x18\x02 \x01(\x0b\x32\x1a.plaserve.v1.SubmitRequestH\x00\x12,\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1a.plaserve.v1.CancelRequestH\x00\x42\x06\n\x04kind\"<\n\rFrontEndHello\x12\x14\n\x0c\x66ront_end_id\x18\x01 \x01(\t\x12\x15\n\rtoken_address\x18\x02 \x01(\t\"\xed\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x06\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.plaserve.v1.Sampling\x12\x0e\n\x06retain\x18\x06 \x01(\x08\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bttft_target\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\ttime_left\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rdeadline_free\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x0f\n\x07session\x18\r \x01(\t\"5\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"\x95\x02\n\x10SchedulerMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x30\n\x07welcome\x18\x02 \x01(\x0b\x32\x1d.plaserve.v1.SchedulerWelcomeH\x00\x12\x30\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x1c.plaserve.v1.RequestAcceptedH\x00\x12,\n\x06placed\x18\x04 \x01(\x0b\x32\x1a.plaserve.v1.RequestPlacedH\x00\x12,\n\x06tokens\x18\x05 \x01(\x0b\x32\x1a.plaserve.v1.RequestTokensH\x00\x12*\n\x05\x65nded\x18\x06 \x01(\x0b\x32\x19.plaserve.v1.RequestEndedH\x00\x42\x06\n\x04kind\"\x96\x01\n\x10SchedulerWelcome\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x11\n\tbundle_id\x18\x05 \x01(\t\x12\x19\n\x11\x63\x61pabilities_json\x18\x06 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x07 \x01(\x08\"v\n\x0fRequestAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1f\n\x04lane\x18\x02 \x01(\x0e\x32\x11.plaserve.v1.Lane\x12.\n\x0bttft_target\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"8\n\rRequestPlaced\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\"K\n\rRequestTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\xc6\x03\n\x0cRequestEnded\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.plaserve.v1.FinishReason\x12.\n\x0bretry_after\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12output_token_count\x18\x07 \x01(\r\x12\x17\n\x0fnew_token_count\x18\x08 \x01(\r\x12\x1b\n\x13history_token_count\x18\t \x01(\r\x12\x10\n\x08pass_ids\x18\n \x03(\x04\x12\x17\n\x0f\x64ispatch_reason\x18\x0b \x01(\t\x12\x33\n\x10\x66irst_pass_start\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bprefill_end\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nfirst_pass\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration2\xa5\x01\n\x10SchedulerService\x12K\n\x08Requests\x12\x1c.plaserve.v1.FrontEndMessage\x1a\x1d.plaserve.v1.SchedulerMessage(\x01\x30\x01\x12\x44\n\x07GetLoad\x12\x1b.plaserve.v1.GetLoadRequest\x1a\x1c.plaserve.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"protos/plaserve/v1/scheduler.proto\x12\x0bplaserve.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\"protos/plaserve/v1/inference.proto\"%\n\x0eGetLoadRequest\x12\x13\n\x0bobserver_id\x18\x01 \x01(\t\"\xfb\x01\n\x0fGetLoadResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\x08\x12,\n\tinstances\x18\x03 \x03(\x0b\x32\x19.plaserve.v1.InstanceLoad\x12\x1c\n\x14short_requests_per_s\x18\x04 \x01(\x01\x12\x1b\n\x13long_requests_per_s\x18\x05 \x01(\x01\x12\x1a\n\x12short_work_s_per_s\x18\x06 \x01(\x01\x12\x19\n\x11long_work_s_per_s\x18\x07 \x01(\x01\x12\x15\n\rarrival_count\x18\x08 \x01(\x04\x12\x12\n\nfirst_look\x18\t \x01(\x08\"\x99\x01\n\x0cInstanceLoad\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x11\n\tbacklog_s\x18\x03 \x01(\x01\x12\x15\n\rat_risk_ratio\x18\x04 \x01(\x01\x12\x13\n\x0butilisation\x18\x05 \x01(\x01\x12\x15\n\rwaiting_count\x18\x06 \x01(\r\x12\x10\n\x08\x63\x61\x63hed_s\x18\x07 \x01(\x01\"\xa2\x01\n\x0f\x46rontEndMessage\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.plaserve.v1.FrontEndHelloH\x00\x12,\n\x06submit\x18\x02 \x01(\x0b\x32\x1a.plaserve.v1.SubmitRequestH\x00\x12,\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1a.plaserve.v1.CancelRequestH\x00\x42\x06\n\x04kind\"<\n\rFrontEndHello\x12\x14\n\x0c\x66ront_end_id\x18\x01 \x01(\t\x12\x15\n\rtoken_address\x18\x02 \x01(\t\"\xe7\x03\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x06\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.plaserve.v1.Sampling\x12\x0e\n\x06retain\x18\x06 \x01(\x08\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bttft_target\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\ttime_left\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rdeadline_free\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x0f\n\x07session\x18\r \x01(\t\x12\x43\n\rtrace_context\x18\x0e \x03(\x0b\x32,.plaserve.v1.SubmitRequest.TraceContextEntry\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"5\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"\x95\x02\n\x10SchedulerMessage\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x30\n\x07welcome\x18\x02 \x01(\x0b\x32\x1d.plaserve.v1.SchedulerWelcomeH\x00\x12\x30\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x1c.plaserve.v1.RequestAcceptedH\x00\x12,\n\x06placed\x18\x04 \x01(\x0b\x32\x1a.plaserve.v1.RequestPlacedH\x00\x12,\n\x06tokens\x18\x05 \x01(\x0b\x32\x1a.plaserve.v1.RequestTokensH\x00\x12*\n\x05\x65nded\x18\x06 \x01(\x0b\x32\x19.plaserve.v1.RequestEndedH\x00\x42\x06\n\x04kind\"\x96\x01\n\x10SchedulerWelcome\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x03 \x01(\t\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x11\n\tbundle_id\x18\x05 \x01(\t\x12\x19\n\x11\x63\x61pabilities_json\x18\x06 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x07 \x01(\x08\"v\n\x0fRequestAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1f\n\x04lane\x18\x02 \x01(\x0e\x32\x11.plaserve.v1.Lane\x12.\n\x0bttft_target\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"8\n\rRequestPlaced\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\"K\n\rRequestTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\xc6\x03\n\x0cRequestEnded\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.plaserve.v1.FinishReason\x12.\n\x0bretry_after\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\x12output_token_count\x18\x07 \x01(\r\x12\x17\n\x0fnew_token_count\x18\x08 \x01(\r\x12\x1b\n\x13history_token_count\x18\t \x01(\r\x12\x10\n\x08pass_ids\x18\n \x03(\x04\x12\x17\n\x0f\x64ispatch_reason\x18\x0b \x01(\t\x12\x33\n\x10\x66irst_pass_start\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bprefill_end\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nfirst_pass\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration2\xa5\x01\n\x10SchedulerService\x12K\n\x08Requests\x12\x1c.plaserve.v1.FrontEndMessage\x1a\x1d.plaserve.v1.SchedulerMessage(\x01\x30\x01\x12\x44\n\x07GetLoad\x12\x1b.plaserve.v1.GetLoadRequest\x1a\x1c.plaserve.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.plaserve.v1.scheduler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SUBMITREQUEST_TRACECONTEXTENTRY']._loaded_options = None
+  _globals['_SUBMITREQUEST_TRACECONTEXTENTRY']._serialized_options = b'8\001'
   _globals['_GETLOADREQUEST']._serialized_start=119
   _globals['_GETLOADREQUEST']._serialized_end=156
   _globals['_GETLOADRESPONSE']._serialized_start=159
-  _globals['_GETLOADRESPONSE']._serialized_end=390
-  _globals['_INSTANCELOAD']._serialized_start=393
-  _globals['_INSTANCELOAD']._serialized_end=546
-  _globals['_FRONTENDMESSAGE']._serialized_start=549
-  _globals['_FRONTENDMESSAGE']._serialized_end=711
-  _globals['_FRONTENDHELLO']._serialized_start=713
-  _globals['_FRONTENDHELLO']._serialized_end=773
-  _globals['_SUBMITREQUEST']._serialized_start=776
-  _globals['_SUBMITREQUEST']._serialized_end=1141
-  _globals['_CANCELREQUEST']._serialized_start=1143
-  _globals['_CANCELREQUEST']._serialized_end=1196
-  _globals['_SCHEDULERMESSAGE']._serialized_start=1199
-  _globals['_SCHEDULERMESSAGE']._serialized_end=1476
-  _globals['_SCHEDULERWELCOME']._serialized_start=1479
-  _globals['_SCHEDULERWELCOME']._serialized_end=1629
-  _globals['_REQUESTACCEPTED']._serialized_start=1631
-  _globals['_REQUESTACCEPTED']._serialized_end=1749
-  _globals['_REQUESTPLACED']._serialized_start=1751
-  _globals['_REQUESTPLACED']._serialized_end=1807
-  _globals['_REQUESTTOKENS']._serialized_start=1809
-  _globals['_REQUESTTOKENS']._serialized_end=1884
-  _globals['_REQUESTENDED']._serialized_start=1887
-  _globals['_REQUESTENDED']._serialized_end=2341
-  _globals['_SCHEDULERSERVICE']._serialized_start=2344
-  _globals['_SCHEDULERSERVICE']._serialized_end=2509
+  _globals['_GETLOADRESPONSE']._serialized_end=410
+  _globals['_INSTANCELOAD']._serialized_start=413
+  _globals['_INSTANCELOAD']._serialized_end=566
+  _globals['_FRONTENDMESSAGE']._serialized_start=569
+  _globals['_FRONTENDMESSAGE']._serialized_end=731
+  _globals['_FRONTENDHELLO']._serialized_start=733
+  _globals['_FRONTENDHELLO']._serialized_end=793
+  _globals['_SUBMITREQUEST']._serialized_start=796
+  _globals['_SUBMITREQUEST']._serialized_end=1283
+  _globals['_SUBMITREQUEST_TRACECONTEXTENTRY']._serialized_start=1232
+  _globals['_SUBMITREQUEST_TRACECONTEXTENTRY']._serialized_end=1283
+  _globals['_CANCELREQUEST']._serialized_start=1285
+  _globals['_CANCELREQUEST']._serialized_end=1338
+  _globals['_SCHEDULERMESSAGE']._serialized_start=1341
+  _globals['_SCHEDULERMESSAGE']._serialized_end=1618
+  _globals['_SCHEDULERWELCOME']._serialized_start=1621
+  _globals['_SCHEDULERWELCOME']._serialized_end=1771
+  _globals['_REQUESTACCEPTED']._serialized_start=1773
+  _globals['_REQUESTACCEPTED']._serialized_end=1891
+  _globals['_REQUESTPLACED']._serialized_start=1893
+  _globals['_REQUESTPLACED']._serialized_end=1949
+  _globals['_REQUESTTOKENS']._serialized_start=1951
+  _globals['_REQUESTTOKENS']._serialized_end=2026
+  _globals['_REQUESTENDED']._serialized_start=2029
+  _globals['_REQUESTENDED']._serialized_end=2483
+  _globals['_SCHEDULERSERVICE']._serialized_start=2486
+  _globals['_SCHEDULERSERVICE']._serialized_end=2651
 # @@protoc_insertion_point(module_scope)

@@ -17,7 +17,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self, observer_id: _Optional[str] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("epoch", "active", "instances", "short_requests_per_s", "long_requests_per_s", "short_work_s_per_s", "long_work_s_per_s", "arrival_count")
+    __slots__ = ("epoch", "active", "instances", "short_requests_per_s", "long_requests_per_s", "short_work_s_per_s", "long_work_s_per_s", "arrival_count", "first_look")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_FIELD_NUMBER: _ClassVar[int]
     INSTANCES_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class GetLoadResponse(_message.Message):
     SHORT_WORK_S_PER_S_FIELD_NUMBER: _ClassVar[int]
     LONG_WORK_S_PER_S_FIELD_NUMBER: _ClassVar[int]
     ARRIVAL_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LOOK_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     active: bool
     instances: _containers.RepeatedCompositeFieldContainer[InstanceLoad]
@@ -34,7 +35,8 @@ class GetLoadResponse(_message.Message):
     short_work_s_per_s: float
     long_work_s_per_s: float
     arrival_count: int
-    def __init__(self, epoch: _Optional[int] = ..., active: _Optional[bool] = ..., instances: _Optional[_Iterable[_Union[InstanceLoad, _Mapping]]] = ..., short_requests_per_s: _Optional[float] = ..., long_requests_per_s: _Optional[float] = ..., short_work_s_per_s: _Optional[float] = ..., long_work_s_per_s: _Optional[float] = ..., arrival_count: _Optional[int] = ...) -> None: ...
+    first_look: bool
+    def __init__(self, epoch: _Optional[int] = ..., active: _Optional[bool] = ..., instances: _Optional[_Iterable[_Union[InstanceLoad, _Mapping]]] = ..., short_requests_per_s: _Optional[float] = ..., long_requests_per_s: _Optional[float] = ..., short_work_s_per_s: _Optional[float] = ..., long_work_s_per_s: _Optional[float] = ..., arrival_count: _Optional[int] = ..., first_look: _Optional[bool] = ...) -> None: ...
 
 class InstanceLoad(_message.Message):
     __slots__ = ("instance_id", "role", "backlog_s", "at_risk_ratio", "utilisation", "waiting_count", "cached_s")
@@ -73,7 +75,14 @@ class FrontEndHello(_message.Message):
     def __init__(self, front_end_id: _Optional[str] = ..., token_address: _Optional[str] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "block_hashes", "max_new_tokens", "sampling", "retain", "age", "ttft_target", "time_left", "deadline_free", "priority", "tenant", "session")
+    __slots__ = ("request_id", "token_ids", "block_hashes", "max_new_tokens", "sampling", "retain", "age", "ttft_target", "time_left", "deadline_free", "priority", "tenant", "session", "trace_context")
+    class TraceContextEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +96,7 @@ class SubmitRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_hashes: _containers.RepeatedScalarFieldContainer[int]
@@ -100,7 +110,8 @@ class SubmitRequest(_message.Message):
     priority: int
     tenant: str
     session: str
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., retain: _Optional[bool] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., ttft_target: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline_free: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
+    trace_context: _containers.ScalarMap[str, str]
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., retain: _Optional[bool] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., ttft_target: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., deadline_free: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., session: _Optional[str] = ..., trace_context: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_id", "finished")

@@ -100,20 +100,29 @@ class PassItem(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., new_token_count: _Optional[int] = ..., history_token_count: _Optional[int] = ...) -> None: ...
 
 class WorkerRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "max_new_tokens", "retain", "front_end", "engine_sampling")
+    __slots__ = ("request_id", "token_ids", "max_new_tokens", "retain", "front_end", "engine_sampling", "trace_context")
+    class TraceContextEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETAIN_FIELD_NUMBER: _ClassVar[int]
     FRONT_END_FIELD_NUMBER: _ClassVar[int]
     ENGINE_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_new_tokens: int
     retain: bool
     front_end: str
     engine_sampling: EngineSampling
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., retain: _Optional[bool] = ..., front_end: _Optional[str] = ..., engine_sampling: _Optional[_Union[EngineSampling, _Mapping]] = ...) -> None: ...
+    trace_context: _containers.ScalarMap[str, str]
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., retain: _Optional[bool] = ..., front_end: _Optional[str] = ..., engine_sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class EngineSampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
