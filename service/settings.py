@@ -139,11 +139,19 @@ class TritonSettings(_Group):
     allow_plaintext: bool = Field(False, description="Speak to another machine without TLS.")
 
 
+def _with_commas(value: Any) -> Any:
+    named = isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value)
+    return ",".join(value) if named else value
+
+
 class FleetOptions(FleetSettings):
     """This process in its fleet; what `serve` needs none of."""
 
-    shard: str = Field(
-        "default", pattern=r"^[A-Za-z0-9._:@-]{1,100}$", description="The shard that this process belongs to."
+    shard: Annotated[str, BeforeValidator(_with_commas)] = Field(
+        "default",
+        pattern=r"^(\*|[A-Za-z0-9._:@-]{1,100}(,[A-Za-z0-9._:@-]{1,100})*)$",
+        description="The shard that this process belongs to. A front end may have several, as a list or with "
+        "commas, or * for all. A worker is started for it and may be moved to another.",
     )
     member_id: str = Field(
         "",
@@ -166,11 +174,16 @@ class FleetOptions(FleetSettings):
     move_drain_s: float = Field(
         30.0,
         ge=0,
-        description="A worker that is to load another engine for its role: how long its requests may go on.",
+        description="A worker that is to load another engine for its role, or to go to another shard: how "
+        "long its requests may go on.",
     )
     move_load_s: float = Field(
         900.0, gt=0, description="And how long it may load and verify; then its process ends."
     )
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        return tuple(self.shard.split(","))
 
     @model_validator(mode="after")
     def _link_files_together(self) -> Self:

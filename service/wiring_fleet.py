@@ -228,7 +228,7 @@ async def run_scheduler(settings: Settings, ready: ReadyAt) -> None:
 
 
 async def run_controller(settings: Settings, ready: ReadyAt) -> None:
-    """A policy, or mode, that moves no roles has its shards balanced. Raises ServiceBroken when its loop ends."""
+    """Where policy or mode move no roles it balances shards only. Raises ServiceBroken when its loop ends."""
     place = place_of(settings.fleet, "controller")
     if "listen" not in settings.fleet.model_fields_set:
         place = replace(place, listen=CONTROLLER_LISTEN)

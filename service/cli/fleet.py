@@ -54,7 +54,7 @@ def register(app: typer.Typer) -> None:
 
 @commands.command("status")
 def status(addr: Addr = CONTROLLER_LISTEN, as_json: AsJson = False) -> None:
-    """Show instances with role, pressure and load, and the other processes."""
+    """Show shards, instances with role, pressure and load, and the other processes."""
     answer = _ask(addr, lambda stub: stub.GetFleet(pb.GetFleetRequest(), timeout=TIMEOUT_S))
     _show(answer, as_json, lambda: fleet_view(answer))
 
@@ -81,22 +81,45 @@ def watch(
 @commands.command("move")
 def move(
     instance: str,
-    role: RoleName,
+    role: Annotated[RoleName | None, typer.Argument(help="Role that it is to have; none: as it is.")] = None,
+    shard: Annotated[str, typer.Option(help="Shard that it is to go to; none: it stays in its own.")] = "",
     addr: Addr = CONTROLLER_LISTEN,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Give an instance another role. The controller may move it again later; `pin` keeps it there."""
+    """Give an instance another role, or take it to another shard. The controller may move it again later;
+    `pin` keeps it there."""
+    if role is None and not shard:
+        fail("say a role (sp, lp, mixed), or --shard")
     request = pb.MoveInstanceRequest(
-        instance_id=instance, role=_ROLES[role], dry_run=dry_run, by=getpass.getuser()
+        instance_id=instance, shard_id=shard, dry_run=dry_run, by=getpass.getuser()
     )
+    if role is not None:
+        request.role = _ROLES[role]
     answer = _ask(addr, lambda stub: stub.MoveInstance(request, timeout=TIMEOUT_S))
     made = answer.move
     _show(
         answer,
         as_json,
-        lambda: Text(f"{made.instance_id}: {_role(made.from_role)} -> {_role(made.to_role)}, {made.outcome}"),
+        lambda: Text(f"{made.instance_id}: {_moved(made)}, {made.outcome}"),
     )
+
+
+@commands.command("retire-shard")
+def retire_shard(
+    shard: str,
+    off: Annotated[bool, typer.Option("--off", help="Put it into service again.")] = False,
+    addr: Addr = CONTROLLER_LISTEN,
+    as_json: AsJson = False,
+) -> None:
+    """Take a shard out of service: it gets nothing new, its workers go to other shards as they drain, and its
+    schedulers end when it holds nothing. Does not wait; `status` shows how far it is."""
+    request = pb.RetireShardRequest(shard_id=shard, retired=not off, by=getpass.getuser())
+    answer = _ask(addr, lambda stub: stub.RetireShard(request, timeout=TIMEOUT_S))
+    made = answer.shard
+    left = made.sp_count + made.lp_count + made.mixed_count
+    state = f"retired, {left} workers are to go" if made.retired else f"in service, {left} workers"
+    _show(answer, as_json, lambda: Text(f"shard {shard}: {state}"))
 
 
 @commands.command("pin")
@@ -147,9 +170,11 @@ def history(
 
 
 def fleet_view(answer: pb.GetFleetResponse) -> Group:
-    """Head line, instances, other processes."""
+    """Head line, shards, instances, other processes."""
     leads = f"controller {answer.controller}" if answer.controller else "no controller leads"
-    head = [f"{leads}; pressure SP {answer.sp_pressure:.2f}, LP {answer.lp_pressure:.2f}"]
+    known = answer.HasField("sp_pressure")
+    pressures = f"SP {answer.sp_pressure:.2f}, LP {answer.lp_pressure:.2f}" if known else "not known yet"
+    head = [f"{leads}; pressure {pressures}"]
     if answer.dry_run:
         head.append("dry run: roles are not changed")
     if answer.stale:
@@ -161,15 +186,18 @@ def fleet_view(answer: pb.GetFleetResponse) -> Group:
         if one.target_role != one.role:
             role += f" -> {_role(one.target_role)}"
         seen = one.state != "unseen"
+        place = one.shard_id
+        if one.target_shard not in ("", one.shard_id):
+            place += f" -> {one.target_shard}"
         table.add_row(
             one.instance_id,
-            one.shard_id,
+            place,
             role + (" (pinned)" if one.pinned else ""),
             _state(one),
-            f"{one.pressure:.2f}" if seen else "-",
+            f"{one.pressure:.2f}" if one.HasField("pressure") else "not yet" if seen else "-",
             str(one.queued_count) if seen else "-",
             f"{one.backlog_s:.2f} s" if seen else "-",
-            f"{one.utilisation:.0%}" if seen else "-",
+            f"{one.utilisation:.0%}" if one.HasField("pressure") else "not yet" if seen else "-",
             one.reason + (f"; last move failed: {one.move_error}" if one.move_error else ""),
         )
     others = Table("process", "kind", "shard", "address", "state")
@@ -177,8 +205,33 @@ def fleet_view(answer: pb.GetFleetResponse) -> Group:
         active = f"active, epoch {process.epoch}" if process.epoch else "standby"
         state = active if process.kind == "scheduler" else "up"
         others.add_row(process.member_id, process.kind, process.shard_id, process.address, state)
-    parts: list[Any] = [*(Text(line) for line in head), table]
+    parts: list[Any] = [
+        *(Text(line) for line in head),
+        *([_shards_view(answer)] if answer.shards else []),
+        table,
+    ]
     return Group(*parts, *([others] if answer.processes else []))
+
+
+def _shards_view(answer: pb.GetFleetResponse) -> Table:
+    table = Table(
+        "shard", "leader", "epoch", "standby", "sp / lp / mixed", "waiting", "backlog", "busy", "note"
+    )
+    for one in answer.shards:
+        workers = f"{one.sp_count} / {one.lp_count} / {one.mixed_count}"
+        moving = [f"{count:+d}" for count in (one.coming_count, -one.leaving_count) if count]
+        table.add_row(
+            one.shard_id,
+            one.leader or "-",
+            str(one.epoch) if one.epoch else "-",
+            ", ".join(one.standbys) or "-",
+            " ".join([workers, *moving]),
+            str(one.queued_count),
+            f"{one.backlog_s:.2f} s",
+            f"{one.utilisation:.0%}",
+            one.note,
+        )
+    return table
 
 
 def moves_view(answer: pb.ListMovesResponse) -> Table | Text:
@@ -187,11 +240,10 @@ def moves_view(answer: pb.ListMovesResponse) -> Table | Text:
     table = Table("when (UTC)", "instance", "move", "why", "pressure SP - LP", "by", "came of it")
     for one in answer.moves:
         when = datetime.fromtimestamp(one.start_time.ToNanoseconds() / 1e9, UTC)
-        first = _role(one.from_role) if one.from_role else "-"
         table.add_row(
             f"{when:%Y-%m-%d %H:%M:%S}",
             one.instance_id,
-            f"{first} -> {_role(one.to_role)}",
+            _moved(one),
             one.reason,
             f"{one.pressure_difference:+.2f}",
             *_by_and_end(one.outcome),
@@ -208,6 +260,16 @@ def _state(one: pb.FleetInstance) -> str:
 def _by_and_end(outcome: str) -> tuple[str, str]:
     by, _, end = outcome.removeprefix("by ").partition(": ")
     return by, end
+
+
+def _moved(move: pb.RoleMove) -> str:
+    """What a move changes: role, shard, or both."""
+    first = _role(move.from_role) if move.from_role else "-"
+    role = f"{first} -> {_role(move.to_role)}"
+    if not move.to_shard:
+        return role
+    shard = f"shard {move.from_shard or '-'} -> {move.to_shard}"
+    return shard if move.from_role in (0, move.to_role) else f"{role}, {shard}"
 
 
 def _role(number: int) -> str:

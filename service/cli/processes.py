@@ -84,7 +84,7 @@ def frontend(
     bundle: Bundle = None,
     log_level: LogLevel = "info",
 ) -> None:
-    """Answer clients of a fleet over gRPC, from one shard or several. Start as many as there are clients for."""
+    """Answer clients of a fleet over gRPC, over one shard or several. Start as many as clients ask for."""
     from service.wiring_fleet import run_frontend
 
     shards = ",".join(shard) if shard else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,11 +21,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from protos.plaserve.v1 import fleet_pb2 as pb
 from protos.plaserve.v1 import worker_pb2 as worker_pb
-from service.core.pressure import PressureSettings, instance_pressure, pool_pressure
-from service.core.reconcile import FleetView, InstanceLoad, MoveReason
+from service.core.pressure import PressureSettings, pool_pressure
+from service.core.reconcile import InstanceLoad, MoveReason
 from service.core.settings import SchedulerSettings
 from service.core.types import Role
 from service.fleet.controller import ELECTION, FleetController
+from service.fleet.fleet_shards import other_takers, shards_of
 from service.fleet.link import SERVICE as WORKER_SERVICE
 from service.fleet.membership import (
     DRAINING,
@@ -37,7 +39,9 @@ from service.fleet.membership import (
     MembershipUnavailable,
     Move,
 )
+from service.fleet.pressures import Pressures
 from service.fleet.role_view import describe_ends, describe_moves
+from service.fleet.shards import wanted_shard
 
 NAME = "plaserve.v1.FleetService"
 PAGE_MAX = 200
@@ -65,11 +69,9 @@ class FleetServicer:
     ) -> None:
         self._membership = membership
         self._controller = controller
-        self._scheduler = scheduler
+        self.pressures = Pressures(scheduler, knobs)
         self._open_channel = open_channel
-        self._knobs = knobs or PressureSettings()
         self._dry_run = dry_run
-        self._long_s: dict[str, float] = {}  # shard -> predicted seconds of a mean long, when last some came
 
     @property
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -82,6 +84,7 @@ class FleetServicer:
             "MoveInstance": unary(self.move_instance, pb.MoveInstanceRequest.FromString, _bytes),
             "DrainInstance": unary(self.drain_instance, pb.DrainInstanceRequest.FromString, _bytes),
             "PinInstance": unary(self.pin_instance, pb.PinInstanceRequest.FromString, _bytes),
+            "RetireShard": unary(self.retire_shard, pb.RetireShardRequest.FromString, _bytes),
             "ListMoves": unary(self.list_moves, pb.ListMovesRequest.FromString, _bytes),
         }
         return grpc.method_handlers_generic_handler(NAME, methods)
@@ -123,9 +126,12 @@ class FleetServicer:
         self, request: pb.MoveInstanceRequest, context: Context
     ) -> pb.MoveInstanceResponse:
         member = await self._worker(request.instance_id, context)
-        role = await self._role(request.role, context)
-        wanted = self._membership.snapshot().assignments.get(member.member_id)
-        from_role = _present(member, wanted)
+        snapshot = self._membership.snapshot()
+        wanted = snapshot.assignments.get(member.member_id)
+        from_role, from_shard = _present(member, wanted), wanted_shard(snapshot, member)
+        to_shard = await self._target(request.shard_id, context) or from_shard
+        stays = request.shard_id and request.role == pb.ROLE_UNSPECIFIED
+        role = from_role if stays else await self._role(request.role, context)
         planned = pb.RoleMove(
             instance_id=member.member_id,
             from_role=_ROLES[from_role],
@@ -133,8 +139,11 @@ class FleetServicer:
             reason=MoveReason.PINNED.value if wanted is not None and wanted.pinned else "operator",
             outcome="planned",
         )
-        if request.dry_run or from_role is role:
-            planned.outcome = "no change" if from_role is role else "planned"
+        if from_shard != to_shard:
+            planned.from_shard, planned.to_shard = from_shard, to_shard
+        changes = (from_role, from_shard) != (role, to_shard)
+        if request.dry_run or not changes:
+            planned.outcome = "planned" if changes else "no change"
             return pb.MoveInstanceResponse(move=planned)
         try:
             given = await self._membership.assign(
@@ -144,6 +153,7 @@ class FleetServicer:
                 reason=MoveReason.PINNED,
                 by=request.by or "operator",
                 force=True,
+                shard=request.shard_id,
             )
         except Conflict as error:
             await context.abort(
@@ -169,7 +179,28 @@ class FleetServicer:
             )
         except MembershipUnavailable as error:
             await _unavailable(context, error)
-        return pb.PinInstanceResponse(instance=self._instance(member, given, {}, {}))
+        snapshot = self._membership.snapshot()
+        known = replace(snapshot, assignments={**snapshot.assignments, member.member_id: given})
+        return pb.PinInstanceResponse(instance=self._instance(member, known, {}, {}))
+
+    async def retire_shard(self, request: pb.RetireShardRequest, context: Context) -> pb.RetireShardResponse:
+        """Refused where its requests and workers would have nowhere to go."""
+        name, snapshot = request.shard_id, self._membership.snapshot()
+        known = {shard.shard_id for shard in shards_of(snapshot, {})}
+        if name not in known:
+            what = (
+                f"shard_id: no shard {name!r} in this fleet; there are {', '.join(sorted(known)) or 'none'}"
+            )
+            await context.abort(grpc.StatusCode.NOT_FOUND, what)
+        if request.retired and not other_takers(snapshot, name):
+            what = f"shard_id: no other shard than {name} takes requests; start another one first"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, what)
+        try:
+            await self._membership.retire(name, request.retired, by=request.by or "operator")
+        except MembershipUnavailable as error:
+            await _unavailable(context, error)
+        shards = shards_of(self._membership.snapshot(), self._controller.views)
+        return pb.RetireShardResponse(shard=next((s for s in shards if s.shard_id == name), None))
 
     async def drain_instance(
         self, request: pb.DrainInstanceRequest, context: Context
@@ -201,19 +232,13 @@ class FleetServicer:
         snapshot = self._membership.snapshot()
         views = self._controller.views
         loads = {load.instance_id: load for view in views.values() for load in view.instances}
-        pressures = {
-            load.instance_id: self._pressure(load, shard, view)
-            for shard, view in views.items()
-            for load in view.instances
-        }
+        pressures = self.pressures.of(views)
         leader = self._membership.leader(ELECTION)
         answer = pb.GetFleetResponse(
             instances=[
-                self._instance(member, _wanted(snapshot, member), loads, pressures)
+                self._instance(member, snapshot, loads, pressures)
                 for member in snapshot.of(MemberKind.WORKER)
             ],
-            sp_pressure=pool_pressure(pressures[n] for n, load in loads.items() if load.role is Role.SP),
-            lp_pressure=pool_pressure(pressures[n] for n, load in loads.items() if load.role is Role.LP),
             processes=[
                 _process(member, snapshot)
                 for kind in (MemberKind.SCHEDULER, MemberKind.FRONTEND)
@@ -222,21 +247,28 @@ class FleetServicer:
             controller=leader.candidate if leader is not None else "",
             stale=snapshot.stale,
             dry_run=self._dry_run,
+            shards=shards_of(snapshot, views),
         )
+        if pressures:
+            of_role = {role: [pressures[n] for n in pressures if loads[n].role is role] for role in Role}
+            answer.sp_pressure = pool_pressure(of_role[Role.SP])
+            answer.lp_pressure = pool_pressure(of_role[Role.LP])
         answer.age.CopyFrom(_duration(snapshot.age_s))
         return answer
 
     def _instance(
         self,
         member: Member,
-        wanted: Assignment | None,
+        snapshot: FleetSnapshot,
         loads: Mapping[str, InstanceLoad],
         pressures: Mapping[str, float],
     ) -> pb.FleetInstance:
+        wanted, target_shard = _wanted(snapshot, member), wanted_shard(snapshot, member)
         load = loads.get(member.member_id)
         present = member.report.role if member.report is not None else Role.MIXED
         target = wanted.role if wanted is not None else present
-        state = "moving" if target is not present else "up" if load is not None else "unseen"
+        moves = (target, target_shard) != (present, member.shard)
+        state = "moving" if moves else "up" if load is not None else "unseen"
         if DRAINING in member.facts:
             state = "draining"
         made = pb.FleetInstance(
@@ -244,29 +276,19 @@ class FleetServicer:
             shard_id=member.shard,
             role=_ROLES[present],
             target_role=_ROLES[target],
+            target_shard=target_shard,
             state=state,
             pinned=wanted is not None and wanted.pinned,
             address=member.address,
             reason=wanted.reason.value if wanted is not None else "",
         )
         if load is not None:
-            made.pressure = pressures[load.instance_id]
             made.queued_count = load.requests_waiting
             made.backlog_s, made.utilisation = load.backlog_s, load.utilisation
+            if load.instance_id in pressures:
+                made.pressure = pressures[load.instance_id]
         describe_moves(made, member.facts, time.time())
         return made
-
-    def _pressure(self, load: InstanceLoad, shard: str, view: FleetView) -> float:
-        """By the target of a mean request of the lane that the instance prefers."""
-        settings = self._scheduler
-        target_s = settings.ttft_target_short_s
-        if view.long_requests_per_s > 0.0:
-            self._long_s[shard] = view.long_work_s_per_s / view.long_requests_per_s
-        if load.role is Role.LP:
-            long_s = self._long_s.get(shard, 0.0)
-            long_target_s = settings.ttft_target_long_factor * long_s + settings.ttft_target_long_offset_s
-            target_s = max(target_s, long_target_s)
-        return instance_pressure(load, target_s, self._knobs)
 
     async def _worker(self, instance_id: str, context: Context) -> Member:
         member = self._membership.snapshot().members.get(instance_id)
@@ -278,6 +300,14 @@ class FleetServicer:
             )
             raise AssertionError("abort raises")
         return member
+
+    async def _target(self, shard: str, context: Context) -> str:
+        """A shard that a worker may be sent to; empty: none was named."""
+        takers = other_takers(self._membership.snapshot(), "")
+        if shard and shard not in takers:
+            what = f"shard_id: no shard {shard!r} takes work; there are {', '.join(sorted(takers)) or 'none'}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, what)
+        return shard
 
     async def _role(self, number: pb.Role, context: Context) -> Role:
         if number not in _ROLE_OF:
@@ -315,6 +345,8 @@ def _move(move: Move) -> pb.RoleMove:
         reason=move.reason.value,
         pressure_difference=short - long,
         outcome=f"by {move.by}",
+        from_shard=move.from_shard,
+        to_shard=move.to_shard,
     )
     if move.from_role is not None:
         made.from_role = _ROLES[move.from_role]
@@ -325,7 +357,7 @@ def _move(move: Move) -> pb.RoleMove:
 async def _unavailable(context: Context, error: MembershipUnavailable) -> None:
     await context.abort(
         grpc.StatusCode.UNAVAILABLE,
-        f"membership is away, so no role can be written: {error}; serving goes on, try again later",
+        f"membership is away, so nothing can be written: {error}; serving goes on, try again later",
     )
 
 
