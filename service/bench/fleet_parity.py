@@ -46,7 +46,7 @@ from service.bench.workload import Label
 
 FOLDER = Path("var/fleet-parity")
 SECONDS = {"flips": 270.0, "steady": 150.0}
-LOAD_RATIO, SCALE = 0.7, 5.0
+LOAD_RATIO, SCALE = 0.7, 6.0
 LINE_EVERY_S = 15.0
 
 
@@ -139,7 +139,7 @@ def from_json(told: dict[str, Any]) -> tuple[Scenario, FleetRun]:
             f"{told['scenario']['digest']}; run the fleet again"
         )
     fleet = told["fleet"]
-    rows = [dict(zip(ROW, row, strict=True)) for row in fleet["requests"]]
+    rows = [dict(zip(fleet["columns"], row, strict=True)) for row in fleet["requests"]]
     seen = tuple(
         Observation(**{**row, "label": Label(row["label"]), "ending": Ending(row["ending"])}) for row in rows
     )

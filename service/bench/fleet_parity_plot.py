@@ -39,6 +39,7 @@ def draw(parity: Parity, path: Path) -> None:
     for axes in (middle, tail):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
     met.set_ylim(-0.03, 1.05)
     met.set_xlabel("seconds since the start of the load", fontsize=9)
     met.set_xlim(0.0, settings.seconds)
