@@ -93,6 +93,8 @@ class RoleMover:
         if name == self._engines.loaded:
             self._worker.set_role(wanted.role)
             return wanted.role
+        if self._worker.leaving.done() or self._worker.failed.done():
+            raise RoleRefused("the worker is stopping")
         log.info("%s moves to role %s, engine %s", self._worker.spec.instance_id, wanted.role, name)
         self._begin(MoveState(wanted.number, before, wanted.role, MovePhase.DRAINING, time.time()))
         try:

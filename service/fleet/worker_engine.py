@@ -56,6 +56,7 @@ class WorkerEngine:
         self._pricer = Pricer(spec.cost, spec.profiles)
         self._local = LocalWorker(spec, runner)
         self._local.connect(self._event)
+        self._loaded = True  # False: the engine was taken out
         self._held: dict[str, None] = {}  # requests that the engine knows, or will with a staged pass
         self._brings: dict[int, tuple[str, ...]] = {}  # staged pass -> requests that are new with it
         self._cached: dict[int, None] = {}  # blocks that the prefix cache holds, oldest first
@@ -138,6 +139,7 @@ class WorkerEngine:
             if not self.works:
                 raise EngineStuck(self.failed.result() if self.failed.done() else "its last pass hangs")
             await asyncio.sleep(STUCK_LOOK_S)
+        self._loaded = False
         await self._local.close()
         self._cached.clear()
 
@@ -147,11 +149,13 @@ class WorkerEngine:
         self._pricer = Pricer(spec.cost, spec.profiles)
         self._local = LocalWorker(spec, runner)
         self._local.connect(self._event)
+        self._loaded = True
         self._brings.clear()
         self._running_since_s = None
 
     async def close(self) -> None:
-        await self._local.close()
+        if self._loaded:
+            await self._local.close()
 
     # --- what it says ---
 
