@@ -80,9 +80,10 @@ class FrontEndProcess:
                 self.runtime.uplinks.add(shard, link)
             self.runtime.uplinks.tell(shard_capacities(snapshot), snapshot.retired)
             await self._follow_workers(snapshot, shards)
-            for shard in self.runtime.uplinks.down if not snapshot.stale else ():
-                if shard not in shards:
-                    await self.runtime.uplinks.drop(shard, "it has no scheduler any more")
+            uplinks, known = self.runtime.uplinks, not snapshot.stale
+            for shard in set(uplinks.shards) - shards if known else ():
+                if shard in uplinks.down or shard in snapshot.retired:
+                    await uplinks.drop(shard, "it has no scheduler any more")
 
     async def _follow_workers(self, snapshot: FleetSnapshot, shards: Collection[str]) -> None:
         """A token stream to every worker that is there; one that goes to another shard keeps it."""
