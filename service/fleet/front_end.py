@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from uuid import uuid4
 
@@ -11,9 +12,9 @@ from engines.types import EngineRequest
 from service.core.types import Request
 from service.fleet.membership import FleetSnapshot, Lease, Member, MemberKind, Membership
 from service.fleet.place import Place, join
-from service.fleet.remote_runtime import RemoteHandle, RemoteRuntime, RemoteSettings
+from service.fleet.remote_runtime import Hooks, RemoteHandle, RemoteRuntime, RemoteSettings
 from service.fleet.scheduler_link import GrpcSchedulerLink, Welcome
-from service.fleet.shards import EVERY_SHARD, address_of, scheduled, shard_capacities
+from service.fleet.shards import EVERY_SHARD, address_of, led, scheduled, shard_capacities
 from service.fleet.token_link import TokenLink
 from service.runtime.contract import Observer
 
@@ -29,13 +30,15 @@ class FrontEndProcess:
         settings: RemoteSettings | None = None,
         observers: Sequence[Observer] = (),
         shards: Sequence[str] | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         self._place = place
         self._membership = membership
         # New with each life, so that no worker takes it for the one before.
         self.name = f"{place.member_id}-{uuid4().hex[:8]}"
         self._shards = (place.shard,) if shards is None else tuple(shards)
-        self.runtime = RemoteRuntime(self.name, None, settings, observers)
+        hooks = replace(hooks or Hooks(), over=self._over)
+        self.runtime = RemoteRuntime(self.name, None, settings, observers, hooks=hooks)
         self._links: dict[str, TokenLink] = {}  # by worker
         self._lease: Lease | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -68,6 +71,15 @@ class FrontEndProcess:
     def submit(self, request: Request, engine_request: EngineRequest) -> RemoteHandle:
         return self.runtime.submit(request, engine_request)
 
+    @property
+    def token_links(self) -> dict[str, bool]:
+        """By worker, whether its tokens come."""
+        return {name: link.connected for name, link in self._links.items()}
+
+    def _over(self, wire_id: str) -> None:
+        for link in self._links.values():
+            link.forget(wire_id)
+
     async def _locate(self, shard: str) -> str | None:
         return address_of(self._membership.snapshot(), shard)
 
@@ -78,7 +90,7 @@ class FrontEndProcess:
             for shard in shards.difference(self.runtime.uplinks.shards):
                 link = GrpcSchedulerLink(partial(self._locate, shard), self._place.open_channel)
                 self.runtime.uplinks.add(shard, link)
-            self.runtime.uplinks.tell(shard_capacities(snapshot), snapshot.retired)
+            self.runtime.uplinks.tell(shard_capacities(snapshot), snapshot.retired, led(snapshot))
             await self._follow_workers(snapshot, shards)
             uplinks, known = self.runtime.uplinks, not snapshot.stale
             for shard in set(uplinks.shards) - shards if known else ():

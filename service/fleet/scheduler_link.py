@@ -54,6 +54,9 @@ class SchedulerLink(Protocol):
 
     def __aiter__(self) -> AsyncIterator[pb.SchedulerMessage]: ...
 
+    def cut(self) -> None:
+        """Break the present stream, which the iterator says."""
+
     async def drop(self) -> None:
         """End the present stream."""
 
@@ -97,8 +100,11 @@ class GrpcSchedulerLink:
         try:
             self._out.put_nowait(message)
         except asyncio.QueueFull:
-            if self._call is not None:
-                self._call.cancel()
+            self.cut()
+
+    def cut(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
 
     async def __aiter__(self) -> AsyncIterator[pb.SchedulerMessage]:
         call = self._call
@@ -111,7 +117,7 @@ class GrpcSchedulerLink:
             raise LinkDown(f"{error.code().name}: {error.details()}") from None
         except asyncio.CancelledError:
             if call.cancelled() and not _cancelling():
-                raise LinkDown("the scheduler takes nothing") from None
+                raise LinkDown("it takes nothing, or another one leads") from None
             raise
 
     async def drop(self) -> None:

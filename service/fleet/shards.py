@@ -30,14 +30,18 @@ def address_of(snapshot: FleetSnapshot, shard: str) -> str | None:
     return member.address if member is not None else None
 
 
-def led(snapshot: FleetSnapshot) -> set[str]:
-    """Shards that have an active scheduler."""
-    return {name.removeprefix(_ELECTION) for name in snapshot.leaders if name.startswith(_ELECTION)}
+def led(snapshot: FleetSnapshot) -> dict[str, int]:
+    """Shards that have an active scheduler, with its epoch."""
+    return {
+        name.removeprefix(_ELECTION): leader.epoch
+        for name, leader in snapshot.leaders.items()
+        if name.startswith(_ELECTION)
+    }
 
 
 def scheduled(snapshot: FleetSnapshot) -> set[str]:
     """Shards that have a scheduler, active or not."""
-    return led(snapshot) | {member.shard for member in snapshot.of(MemberKind.SCHEDULER)}
+    return led(snapshot).keys() | {member.shard for member in snapshot.of(MemberKind.SCHEDULER)}
 
 
 def worker_capacities(snapshot: FleetSnapshot) -> dict[str, float]:

@@ -23,6 +23,8 @@ from service.fleet.shard_choice import by_load, by_session
 
 log = logging.getLogger(__name__)
 
+OLD_S = 0.1  # until a scheduler is looked for again, after one that no longer leads
+
 
 class Owner(Protocol):
     """Who has the requests. Called on the loop."""
@@ -54,6 +56,13 @@ class Uplink:
     def send(self, message: pb.FrontEndMessage) -> None:
         self._link.send(message)
 
+    def follow(self, epoch: int) -> None:
+        """A scheduler with this epoch leads. An older one that is connected may not know, or may stand still
+        without breaking its stream."""
+        self._epoch = max(self._epoch, epoch)
+        if self.welcome is not None and self.welcome.epoch < epoch:
+            self._link.cut()
+
     async def close(self, why: str) -> None:
         if self._running is not None:
             self._running.cancel()
@@ -69,6 +78,7 @@ class Uplink:
                 if welcome.epoch < self._epoch:
                     log.warning("scheduler %s has the old epoch %d", welcome.scheduler_id, welcome.epoch)
                     await self._link.drop()
+                    await asyncio.sleep(OLD_S)
                     continue
                 log.info("scheduler %s, epoch %d, shard %s", welcome.scheduler_id, welcome.epoch, self.shard)
                 self._epoch, self.welcome = welcome.epoch, welcome
@@ -133,9 +143,15 @@ class Uplinks:
         if uplink is not None:
             await uplink.close(why)
 
-    def tell(self, capacities: Mapping[str, float], retired: Collection[str]) -> None:
-        """What membership knows. capacities: of the workers of each shard that take work; not named: 1."""
+    def tell(
+        self, capacities: Mapping[str, float], retired: Collection[str], epochs: Mapping[str, int]
+    ) -> None:
+        """What membership knows. capacities: of the workers of each shard that take work; not named: 1.
+        epochs: of who leads each shard."""
         self._capacities, self._retired = capacities, retired
+        for shard, epoch in epochs.items():
+            if shard in self._uplinks:
+                self._uplinks[shard].follow(epoch)
 
     def order(self, request: Request) -> list[Uplink]:
         """Who takes new requests now, in the order in which this one should ask."""
