@@ -160,18 +160,25 @@ def _pump(settings: Settings, loaded: LoadedEngine, telemetry: Telemetry, event_
     return Pump(scheduler, [LocalWorker(spec, ThreadRunner(engine))], telemetry.observers, event_log)
 
 
-def telemetry_of(settings: Settings, *, metrics: bool = True) -> Telemetry:
-    """Not started yet. metrics: whether they may be served, if the settings say so."""
+def telemetry_of(settings: Settings) -> Telemetry:
+    """Not started yet."""
+    return Telemetry(telemetry_settings(settings))
+
+
+def telemetry_settings(
+    settings: Settings, *, metrics: bool = True, instance_id: str = ""
+) -> TelemetrySettings:
+    """metrics: whether they may be served, if the settings say so."""
     options = settings.telemetry
-    chosen = TelemetrySettings(
+    return TelemetrySettings(
         enabled=options.metrics and metrics,
         otlp_endpoint=options.otlp_endpoint,
         sample_ratio=options.sample_ratio,
         service_name=options.service_name,
         metrics_host=options.metrics_host,
         metrics_port=options.metrics_port,
+        instance_id=instance_id,
     )
-    return Telemetry(chosen)
 
 
 def _codec(loaded: LoadedEngine) -> TextCodec:

@@ -27,6 +27,7 @@ from service.fleet.backends import make_membership
 from service.fleet.controller import ControllerSettings, RolesStay
 from service.fleet.health import LinkSettings
 from service.fleet.membership import Membership
+from service.fleet.pressures import Pressures
 from service.fleet.probe import HealthPort
 from service.fleet.processes import (
     ControllerProcess,
@@ -35,13 +36,19 @@ from service.fleet.processes import (
     SchedulerProcess,
     WorkerProcess,
 )
+from service.fleet.readings import of_controller, of_front_end, of_worker
+from service.fleet.remote_runtime import Hooks
 from service.fleet.role_engines import OWN_ENGINES, RoleEngines
 from service.fleet.role_facts import MoveEnd, MovePhase, MoveState
 from service.fleet.role_move import MoveSettings
 from service.fleet.role_worker import RolePlan
 from service.fleet.shard_controller import ShardSettings
 from service.fleet.shards import EVERY_SHARD
+from service.fleet.trace_link import TraceLink
+from service.fleet.worker_service import WorkerServicer
+from service.fleet.worker_watch import WorkerCounts
 from service.policies import make_controller, make_scheduler
+from service.rpc.calls import CountedInference
 from service.rpc.inference import InferenceServicer, ServedModel, StatusServicer
 from service.rpc.intake import Intake
 from service.rpc.server import RpcServer
@@ -50,14 +57,14 @@ from service.rpc.tls import TlsFiles, channel_opener
 from service.runtime.contract import Observer
 from service.runtime.worker import ThreadRunner
 from service.settings import FleetOptions, Settings, SettingsError
-from service.telemetry import Telemetry
+from service.telemetry import FleetTelemetry, Telemetry
 from service.wiring import (
     STOP_GRACE_S,
     ServiceBroken,
     bundle_codec,
     engine_options,
     load,
-    telemetry_of,
+    telemetry_settings,
     until_stopped,
 )
 
@@ -158,6 +165,17 @@ def role_plan(settings: Settings, first: FirstEngine, telemetry: Telemetry) -> R
     return RolePlan(engines, times, hear)
 
 
+def watch_worker(servicer: WorkerServicer, telemetry: FleetTelemetry) -> None:
+    """Before its first pass. With metrics and traces off nobody watches."""
+    if telemetry.metrics_port:
+        counts = WorkerCounts()
+        servicer.engine.observers.append(counts)
+        telemetry.tell(lambda: of_worker(servicer, counts))
+    traces = telemetry.worker(servicer.spec.instance_id)
+    if traces is not None:
+        servicer.engine.observers.append(traces)
+
+
 async def run_worker(settings: Settings, first: FirstEngine, ready: ReadyAt) -> int:
     """Returns how many requests the drain cut off. Raises ServiceBroken when the engine is lost."""
     place = place_of(settings.fleet, "worker")
@@ -170,6 +188,7 @@ async def run_worker(settings: Settings, first: FirstEngine, ready: ReadyAt) -> 
     }
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
+        telemetry = _telemetry(settings, stack, place.member_id)
         process = WorkerProcess(
             place,
             membership,
@@ -177,10 +196,11 @@ async def run_worker(settings: Settings, first: FirstEngine, ready: ReadyAt) -> 
             ThreadRunner(engine),
             facts,
             link_of(settings.scheduler),
-            roles=role_plan(settings, first, _telemetry(settings, stack)),
+            roles=role_plan(settings, first, telemetry),
             drain_s=settings.fleet.move_drain_s,
         )
         stack.push_async_callback(process.close)
+        watch_worker(process.servicer, telemetry)
         await process.start()
         await _probed(settings.fleet, lambda: process.servicer.engine.works, stack)
         ready(process.address)
@@ -198,7 +218,7 @@ async def run_scheduler(settings: Settings, ready: ReadyAt) -> None:
     place = place_of(settings.fleet, "scheduler")
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
-        telemetry = _telemetry(settings, stack)
+        telemetry = _telemetry(settings, stack, place.member_id)
 
         def observe(model: str, backend: str, t_classes: tuple[int, ...]) -> Sequence[Observer]:
             telemetry.serves(model, backend, t_classes)
@@ -212,6 +232,7 @@ async def run_scheduler(settings: Settings, ready: ReadyAt) -> None:
             settings.engine.backend,
             observe,
             link_of(settings.scheduler),
+            TraceLink(telemetry.request_context, telemetry.carrier) if telemetry.traces else None,
         )
         stack.push_async_callback(process.close)
         await process.start()
@@ -240,9 +261,10 @@ async def run_controller(settings: Settings, ready: ReadyAt) -> None:
         membership = await _opened(settings.fleet, stack)
         shards = ShardSettings(overdue_s=settings.fleet.move_drain_s + SHARD_MARGIN_S)
         chosen = ControllerSettings(dry_run=settings.fleet.dry_run, shards=shards)
-        _telemetry(settings, stack)
         process = ControllerProcess(place, membership, make, settings.scheduler, chosen)
         stack.push_async_callback(process.close)
+        telemetry, shown = _telemetry(settings, stack, place.member_id), Pressures(settings.scheduler)
+        telemetry.tell(lambda: of_controller(process.controller, membership, shown))
         await process.start()
         await _probed(settings.fleet, lambda: process.works, stack)
         ready(process.address)
@@ -256,9 +278,14 @@ async def run_frontend(settings: Settings, ready: ReadyAt) -> int:
     place = place_of(settings.fleet, "frontend")
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
-        _telemetry(settings, stack)
-        process = FrontEndProcess(place, membership, shards=settings.fleet.shards)
+        telemetry = _telemetry(settings, stack, place.member_id)
+        told = telemetry.front_end()
+        hooks = Hooks(told.token, told.carrier)
+        process = FrontEndProcess(
+            place, membership, observers=told.observers, shards=settings.fleet.shards, hooks=hooks
+        )
         stack.push_async_callback(process.close)
+        telemetry.tell(lambda: of_front_end(process))
         await process.start(f"{settings.server.host}:{settings.server.port}")
         welcome = await process.welcome()
         codec, bundle_id = _codec(settings)
@@ -276,7 +303,8 @@ async def run_frontend(settings: Settings, ready: ReadyAt) -> int:
             bundle_id=welcome.bundle_id,
             version=metadata.version("plaserve"),
         )
-        inference = InferenceServicer(process.runtime, codec, intake, model, settings.limits)
+        parts = (process.runtime, codec, intake, model, settings.limits, told.called)
+        inference = CountedInference(told.calls, *parts) if told.calls else InferenceServicer(*parts)
         server = RpcServer(settings.server, inference, StatusServicer(process.runtime, model))
         stack.push_async_callback(server.stop, STOP_GRACE_S)
         await server.start()
@@ -296,9 +324,10 @@ async def _opened(options: FleetOptions, stack: AsyncExitStack) -> Membership:
     return membership
 
 
-def _telemetry(settings: Settings, stack: AsyncExitStack) -> Telemetry:
+def _telemetry(settings: Settings, stack: AsyncExitStack, member_id: str = "") -> FleetTelemetry:
     """Started. Several processes share a machine, so metrics are served where a port was named."""
-    made = telemetry_of(settings, metrics="metrics_port" in settings.telemetry.model_fields_set)
+    metrics = "metrics_port" in settings.telemetry.model_fields_set
+    made = FleetTelemetry(telemetry_settings(settings, metrics=metrics, instance_id=member_id))
     made.start()
     stack.callback(made.shutdown)
     return made

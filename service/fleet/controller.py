@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -139,6 +139,7 @@ class FleetController:
         self.leadership: Leadership | None = None  # while it leads
         self.views: dict[str, FleetView] = {}  # what was last seen of each shard
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
+        self.moves = Counter(dict.fromkeys(MoveReason, 0))  # that were written
 
     async def run(self) -> None:
         """Campaign, lead while it lasts, and again. Ends by cancellation only."""
@@ -208,6 +209,7 @@ class FleetController:
             log.info("would move %s to %s: %s", move.instance_id, move.role, move.reason)
         else:
             written = await self._assign(move, wanted, leadership)
+        self.moves[move.reason] += written
         self.decisions.appendleft(Decision(shard, move, from_role, now_s, written))
 
     async def _assign(self, move: RoleMove, wanted: Assignment | None, leadership: Leadership | None) -> bool:

@@ -24,6 +24,7 @@ from service.fleet.load import LoadReport
 from service.fleet.membership import FleetSnapshot, Member, MemberKind, Membership
 from service.fleet.remote_worker import OpenChannel, RemoteWorker, WorkerUnavailable
 from service.fleet.scheduler_service import SchedulerIdentity, SchedulerServicer
+from service.fleet.trace_link import TraceLink
 from service.runtime.contract import Observer
 from service.runtime.pump import Pump
 
@@ -64,6 +65,7 @@ class Reign:
     policy: str
     observe: Observe = lambda model, backend, t_classes: ()
     settings: LinkSettings | None = None
+    traces: TraceLink | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     servicer: SchedulerServicer | None = None
     start_s: float = field(init=False)  # on the event loop's clock
@@ -135,28 +137,38 @@ class Reign:
         held.task.add_done_callback(self._tasks.discard)
 
     async def _use(self, name: str, held: _Held) -> None:
-        """Take the worker over, use it until it is down, and again, while it is a member."""
+        """Take the worker over, use it until it is down, and again, while it is a member. That it is lost is
+        said once, until it is back: what is dead is tried in vain until its lease is over."""
+        said = False
         while True:
             self._takeovers = incarnation = self._takeovers + 1
             caller = Caller(self.scheduler_id, self.epoch, incarnation, attempt=0, shard=self.shard)
             worker = RemoteWorker(
-                held.member.address, caller, self.open_channel, self.settings, front_end_of=front_end_of
+                held.member.address,
+                caller,
+                self.open_channel,
+                self.settings,
+                front_end_of=front_end_of,
+                trace_of=self.traces.carrier if self.traces is not None else None,
             )
             worker.stale.add_done_callback(self._is_stale)
             try:
                 spec = await worker.start()
                 self._add(name, held, worker, spec)
                 log.info("worker %s is in use, take-over %d", name, incarnation)
-                log.warning("worker %s is down: %s", name, await asyncio.shield(worker.down))
+                said = False
+                lost = f"is down: {await asyncio.shield(worker.down)}"
             except WorkerUnavailable as error:
-                log.warning("worker %s can't be used: %s", name, error)
+                lost = f"can't be used: {error}"
             except ValueError as error:
-                log.error("worker %s is refused: %s", name, error)
+                lost = f"is refused: {error}"
             finally:
                 if held.worker is worker:
                     held.worker = None
                     self.pump.remove(name, "its link is down")
                 await worker.close()
+            log.log(logging.DEBUG if said else logging.WARNING, "worker %s %s", name, lost)
+            said = True
             await asyncio.sleep(RETRY_S)
 
     def _add(self, name: str, held: _Held, worker: RemoteWorker, spec: InstanceSpec) -> None:
@@ -198,7 +210,8 @@ class Reign:
         )
         self._heard.extend(self.observe(identity.model, identity.backend, spec.profiles.t_classes))
         load = LoadReport(self.scheduler, self.epoch, asyncio.get_running_loop().time)
-        self.servicer = SchedulerServicer(self.pump, identity, relay=False, load=load)
+        called = self.traces.called if self.traces is not None else None
+        self.servicer = SchedulerServicer(self.pump, identity, relay=False, load=load, called=called)
         self.servicer.retired = self._retired
         self._heard.append(self.servicer)
         self.ready.set()

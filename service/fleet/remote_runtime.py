@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -50,6 +50,16 @@ class RemoteSettings:
     tokens_s: float = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Who else is told of requests. token: after a token, with its time in the record. carrier: request id ->
+    trace context that goes with it. over: a wire id of which nobody waits for tokens any more."""
+
+    token: Callable[[RequestRecord], None] | None = None
+    carrier: Callable[[str], Mapping[str, str]] | None = None
+    over: Callable[[str], None] = lambda wire_id: None
+
+
 @dataclass(slots=True)
 class _Try:
     """One attempt at a request. accepted: it joined the queue of the shard. early: tokens that came before
@@ -71,6 +81,7 @@ class RemoteHandle:
         self.attempt: _Try | None = None  # None: waits for a scheduler
         self.tries = 0  # attempts that were lost, or may be
         self.refused_by: set[str] = set()  # shards
+        self.sent = False  # to anybody yet
         self.weight = 0  # in the load of its uplink
         self.cancelled: bool | None = None  # `finished` of the cancel
         self.timer: asyncio.TimerHandle | None = None
@@ -103,6 +114,7 @@ class RemoteRuntime:
         settings: RemoteSettings | None = None,
         observers: Sequence[Observer] = (),
         placed: Callable[[str, str], None] = lambda wire_id, instance_id: None,
+        hooks: Hooks | None = None,
     ) -> None:
         self._front_end_id = front_end_id
         self.uplinks = Uplinks(front_end_id, self)
@@ -111,12 +123,14 @@ class RemoteRuntime:
         self._settings = settings or RemoteSettings()
         self._observers = observers
         self._placed = placed
+        self._hooks = hooks or Hooks()
         self._live: dict[str, RemoteHandle] = {}  # request id -> handle
         self._tries: dict[str, RemoteHandle] = {}  # wire id -> handle, of the present attempt
         self._numbers = count(1)
         self._outcomes: Counter[Outcome] = Counter()
         self._submitted = 0
-        self._draining = False
+        self.draining = False
+        self.sent_again = 0  # requests, to another scheduler than before
         self._idle = asyncio.Event()
         self.first_welcome = self.uplinks.first
 
@@ -135,7 +149,7 @@ class RemoteRuntime:
         self._live[request.request_id] = handle
         for observer in self._observers:
             observer.submitted(record)
-        if self._draining:
+        if self.draining:
             self._end(handle, Outcome.REJECTED_DRAINING, Reason.DRAINING, "the front end is stopping")
         else:
             self._place(handle)
@@ -155,12 +169,12 @@ class RemoteRuntime:
             depth_tokens=0,
             boundary_tokens=0,
             knee_tokens=0,
-            draining=self._draining,
+            draining=self.draining,
             instances=(),
         )
 
     async def drain(self, timeout_s: float) -> int:
-        self._draining = True
+        self.draining = True
         try:
             async with asyncio.timeout(timeout_s):
                 while self._live:
@@ -197,11 +211,11 @@ class RemoteRuntime:
             pb.FrontEndMessage(cancel=pb.CancelRequest(request_id=handle.attempt.wire_id, finished=finished))
         )
 
-    def tokens(self, wire_id: str, first_index: int, token_ids: Sequence[int]) -> None:
-        """Tokens of an answer, from index `first_index` on; repeated ones are left out, early ones wait."""
+    def tokens(self, wire_id: str, first_index: int, token_ids: Sequence[int]) -> bool:
+        """Tokens of an answer from `first_index` on, old or early ones too; whether anybody waits for it."""
         handle = self._tries.get(wire_id)
         if handle is None or handle.attempt is None:
-            return
+            return False
         record, early = handle.record, handle.attempt.early
         for index, token_id in enumerate(token_ids, start=first_index):
             if index >= record.output_tokens and index < record.request.max_new_tokens:
@@ -209,6 +223,7 @@ class RemoteRuntime:
         while (token := early.pop(record.output_tokens, None)) is not None:
             self._token(handle, token)
         self._end_if_whole(handle)
+        return True
 
     # --- uplink.Owner ---
 
@@ -263,6 +278,7 @@ class RemoteRuntime:
         self._weigh(handle, 0)
         self._tries.pop(attempt.wire_id, None)
         handle.attempt = None
+        self._hooks.over(attempt.wire_id)
 
     def _next_shard(self, handle: RemoteHandle, attempt: _Try, ended: pb.RequestEnded) -> bool:
         """Whether a request that never joined a queue goes to another shard."""
@@ -292,8 +308,12 @@ class RemoteRuntime:
         handle.tries += 1
         self._tries[wire_id] = handle
         self._stop_timer(handle)
-        now_s = asyncio.get_running_loop().time()
-        uplink.send(pb.FrontEndMessage(submit=submit_of(wire_id, request, handle.engine_request, now_s)))
+        self.sent_again += handle.sent
+        handle.sent = True
+        submit = submit_of(wire_id, request, handle.engine_request, asyncio.get_running_loop().time())
+        if self._hooks.carrier is not None:
+            submit.trace_context.update(self._hooks.carrier(request.request_id))
+        uplink.send(pb.FrontEndMessage(submit=submit))
 
     def _wait(self, handle: RemoteHandle) -> None:
         """For a scheduler, for a bounded time."""
@@ -316,6 +336,8 @@ class RemoteRuntime:
         elif record.last_token_s is not None:
             record.itl_s.append(now_s - record.last_token_s)
         record.last_token_s = now_s
+        if self._hooks.token is not None:
+            self._hooks.token(record)
         handle.put(Token(token_id))
 
     def _ended(self, handle: RemoteHandle, attempt: _Try, ended: pb.RequestEnded) -> None:
@@ -361,6 +383,8 @@ class RemoteRuntime:
         self._live.pop(record.request.request_id, None)
         if handle.attempt is not None:
             self._tries.pop(handle.attempt.wire_id, None)
+            if outcome is not Outcome.COMPLETED:
+                self._hooks.over(handle.attempt.wire_id)
         record.outcome, record.reason, record.detail = outcome, reason, detail
         record.end_s = asyncio.get_running_loop().time()
         self._outcomes[outcome] += 1

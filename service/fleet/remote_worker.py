@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 import grpc
@@ -69,6 +69,7 @@ class RemoteWorker:
     open_channel: makes a channel to `address`, plain or with TLS (service/rpc/tls.py).
     front_end_of: request id -> where its tokens go; empty: to nobody.
     keep: requests of the scheduler before that go on as this one's; as a rule none.
+    trace_of: request id -> the trace context that goes there with it; None: nobody traces.
     down: set to the reason. stale: set to the epoch that the worker obeys instead."""
 
     def __init__(
@@ -81,6 +82,7 @@ class RemoteWorker:
         front_end_of: Callable[[str], str] = lambda request_id: "",
         keep: Sequence[str] = (),
         random: Random | None = None,
+        trace_of: Callable[[str], Mapping[str, str]] | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.address = address
@@ -96,6 +98,7 @@ class RemoteWorker:
         self._settings = settings or LinkSettings()
         self._front_end_of = front_end_of
         self._keep = tuple(keep)
+        self._trace_of = trace_of
         self._random = random or Random()
         self._up: asyncio.Future[InstanceSpec] = loop.create_future()
         self._spec: InstanceSpec | None = None
@@ -152,6 +155,8 @@ class RemoteWorker:
             return  # InstanceDown is on its way
         self._ledger.dispatch(pass_, staged)
         made = dispatch_of(pass_, new_requests, staged=staged, front_end_of=self._front_end_of)
+        for brought in made.new_requests if self._trace_of is not None else ():
+            brought.trace_context.update(self._trace_of(brought.request_id))  # type: ignore[misc]
         self._command(pb.ControlRequest(dispatch=made))
 
     def revoke(self, pass_id: int) -> None:
@@ -268,7 +273,7 @@ class RemoteWorker:
         self._stream, self.connected = stream, True
         self._disarm()
         if resume:
-            log.info("the link to %s is back", self.address)
+            log.debug("the link to %s is back", self.address)
             for message in self._outbox.after(first.acknowledged):
                 stream.put(message)
             return
@@ -281,7 +286,7 @@ class RemoteWorker:
         self._stream, self.connected = None, False
         if self._up.done() and not self.down.done() and self._grace is None:
             grace_s = self._settings.grace_s
-            log.warning("the link to %s broke (%s); %.1f s of grace", self.address, why, grace_s)
+            log.debug("the link to %s broke (%s); %.1f s of grace", self.address, why, grace_s)
             error = f"link: no word from {self.address} for {grace_s:g} s of grace ({why})"
             self._grace = asyncio.get_running_loop().call_later(grace_s, self._give_up, error)
 
@@ -368,7 +373,7 @@ class RemoteWorker:
         self._disarm()
         if self.down.done():
             return
-        log.warning("%s is down: %s", self.address, error)
+        log.debug("%s is down: %s", self.address, error)  # its owner says so, once
         self.down.set_result(error)
         if self._spec is not None:
             loop = asyncio.get_running_loop()

@@ -15,6 +15,7 @@ from service.fleet.place import Place, Port, join, tell_failure
 from service.fleet.reign import Observe, Reign
 from service.fleet.rest import Rest
 from service.fleet.shards import election_of, leader_of
+from service.fleet.trace_link import TraceLink
 from service.runtime.contract import Snapshot
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class SchedulerProcess:
         backend: str,
         observe: Observe = lambda model, backend, t_classes: (),
         link: LinkSettings | None = None,
+        traces: TraceLink | None = None,
     ) -> None:
         self._place = place
         self._membership = membership
@@ -44,6 +46,7 @@ class SchedulerProcess:
         self._backend = backend
         self._observe = observe
         self._link = link
+        self._traces = traces
         self.gate = SchedulerGate(place.member_id)
         self._port = Port(place, [self.gate.handlers, self.gate.status_handlers])
         self._lease: Lease | None = None
@@ -113,6 +116,7 @@ class SchedulerProcess:
                 self._policy,
                 self._observe,
                 self._link,
+                self._traces,
             )
             log.info("%s leads shard %s, epoch %d", self._place.member_id, shard, leadership.epoch)
             self.reigns += 1

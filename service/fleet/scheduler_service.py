@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,9 +76,11 @@ class SchedulerServicer:
         *,
         relay: bool,
         load: LoadReport | None = None,
+        called: Callable[[str, Mapping[str, str]], None] | None = None,
     ) -> None:
         self._runtime = runtime
         self._load = load
+        self._called = called
         self.identity = identity
         self._relay = relay
         self._owner: dict[str, _FrontEnd] = {}  # wire id -> whose
@@ -189,6 +191,8 @@ class SchedulerServicer:
             return
         self._owner[wire_id] = front_end
         try:
+            if self._called is not None:
+                self._called(wire_id, submit.trace_context)
             handle = self._runtime.submit(request, engine_request)
         except ValueError as error:
             del self._owner[wire_id]

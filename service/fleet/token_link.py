@@ -27,7 +27,8 @@ from service.fleet.link import SERVICE, as_bytes, lenient
 log = logging.getLogger(__name__)
 
 ANSWERS_MAX = 65_536  # positions kept: far more than are ever under way; the stalest go
-Deliver = Callable[[str, int, Sequence[int]], None]  # request id, index of the first token, token ids
+# Request id, index of the first token, token ids -> whether somebody waits for the answer.
+Deliver = Callable[[str, int, Sequence[int]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,16 @@ class TokenLink:
             deque()
         )  # of those, complete ones, by the message that ended them
         self._boot_id = ""
+        self._said = False  # that it broke
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._running = asyncio.create_task(self._run(), name=f"token-link {self.address}")
+
+    @property
+    def positions(self) -> int:
+        """Answers of which a next stream would say how far they are here."""
+        return len(self._positions)
 
     def forget(self, request_id: str) -> None:
         """The request is over, by whatever way."""
@@ -104,8 +111,8 @@ class TokenLink:
                 del self._positions[next(iter(self._positions))]
             if delta.finish_reason:
                 self._ended.append((message.sequence, request_id))
-            if new:
-                self._deliver(request_id, position, new)
+            if new and not self._deliver(request_id, position, new):
+                self.forget(request_id)  # late tokens of one that is over
         while self._ended and self._ended[0][0] <= message.sequence - self._settings.credit:
             self.forget(self._ended.popleft()[1])  # it was acknowledged, else there was no credit for this
 
@@ -124,9 +131,9 @@ class TokenLink:
             try:
                 await self._converse()
             except Broken as error:
-                log.warning("the token stream from %s broke (%s)", self.address, error)
+                self._broke(str(error))
             except grpc.aio.AioRpcError as error:
-                log.warning("the token stream from %s broke (%s)", self.address, error.details())
+                self._broke(error.details() or error.code().name)
                 if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                     self._positions.clear()  # the two disagree; the worker knows what was acknowledged
             except Exception:  # certificates that can't be read, for one: they may be later
@@ -135,6 +142,11 @@ class TokenLink:
             self.connected = False
             await asyncio.sleep(pause_s * self._random.uniform(0.5, 1.0))
             pause_s = min(2.0 * pause_s, self._settings.backoff_s_max)
+
+    def _broke(self, why: str) -> None:
+        """Said once, until it is back: a worker may be gone for as long as its lease lasts."""
+        log.log(logging.DEBUG if self._said else logging.WARNING, "no tokens from %s: %s", self.address, why)
+        self._said = True
 
     async def _converse(self) -> None:
         """One stream, until it breaks."""
@@ -148,6 +160,9 @@ class TokenLink:
             await call.write(self.first())
             self.begun((await self._read(call)).boot_id)
             self.connected = True
+            if self._said:
+                log.info("tokens from %s again", self.address)
+            self._said = False
             acknowledged = last = 0
             while True:
                 message = await self._read(call)

@@ -80,11 +80,17 @@ class TokenBook:
         self._readers: dict[str, _Reader] = {}
         self._reader_of: dict[str, _Reader] = {}  # request id -> reader, until the answer is over
         self._streams = 0
+        self.cuts = 0  # front ends that were cut off
 
     def kept(self, front_end: str) -> int:
         """Tokens that the front end has not acknowledged."""
         reader = self._readers.get(front_end)
         return reader.kept if reader is not None else 0
+
+    @property
+    def kept_total(self) -> int:
+        """Of all front ends."""
+        return sum(reader.kept for reader in self._readers.values())
 
     @property
     def idle(self) -> bool:
@@ -242,6 +248,7 @@ class TokenBook:
     def cut(self, front_end: str) -> tuple[str, ...]:
         """Drop everything for a front end; the requests of it that were still to get tokens."""
         reader = self._readers.pop(front_end)
+        self.cuts += 1
         live = tuple(r for r in reader.answers if self._reader_of.get(r) is reader)
         for request_id in live:
             del self._reader_of[request_id]

@@ -27,6 +27,7 @@ from service.core.types import (
 from service.fleet.convert import read_pass, read_requests
 from service.fleet.health import LinkSettings
 from service.fleet.tokens import TokenBook, TokenSettings
+from service.fleet.worker_watch import WorkerObserver
 from service.runtime.worker import LocalWorker, PassRunner
 
 STUCK_LOOK_S = 0.02
@@ -38,7 +39,8 @@ class EngineStuck(Exception):  # noqa: N818 - what happened
 
 class WorkerEngine:
     """hear: every event of the instance, after it was noted here.
-    failed: set to the reason once the engine can't go on. book: tokens on their way to front ends."""
+    failed: set to the reason once the engine can't go on. book: tokens on their way to front ends.
+    observers: may be added to before the first pass."""
 
     def __init__(
         self,
@@ -49,6 +51,7 @@ class WorkerEngine:
         hear: Callable[[Event], None],
     ) -> None:
         self.book = TokenBook(tokens)
+        self.observers: list[WorkerObserver] = []
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._instance_id = spec.instance_id
         self._settings = settings
@@ -61,6 +64,7 @@ class WorkerEngine:
         self._brings: dict[int, tuple[str, ...]] = {}  # staged pass -> requests that are new with it
         self._cached: dict[int, None] = {}  # blocks that the prefix cache holds, oldest first
         self._running_since_s: float | None = None
+        self._begun: Pass | None = None  # the pass that began last
 
     # --- what is there ---
 
@@ -113,6 +117,9 @@ class WorkerEngine:
         for request, front_end in new:
             self._held[request.request_id] = None
             self.book.begin(request.request_id, front_end, now_s())
+        for observer in self.observers:
+            for brought in message.new_requests:
+                observer.brought(brought.request_id, brought.trace_context)
         self._brings[pass_.pass_id] = tuple(request.request_id for request, _ in new)
         self._local.dispatch(pass_, [request for request, _ in new], staged=message.staged)
 
@@ -160,14 +167,27 @@ class WorkerEngine:
     # --- what it says ---
 
     def _event(self, event: Event) -> None:
+        if self.observers:
+            self._tell(event)
         self._note(event)
         self._hear(event)
+
+    def _tell(self, event: Event) -> None:
+        """Before it is noted: times and passes are still those of the event."""
+        pass_, start_s, end_s = self._begun, self._running_since_s, now_s()
+        for observer in self.observers if pass_ is not None and start_s is not None else ():
+            assert pass_ is not None
+            assert start_s is not None
+            if isinstance(event, PassFinished):
+                observer.ran(pass_, event.result, start_s, end_s)
+            elif isinstance(event, PassFailed):
+                observer.failed(pass_, event.error, start_s, end_s)
 
     def _note(self, event: Event) -> None:
         match event:
             case PassStarted(_, pass_id):
                 self._brings.pop(pass_id, None)
-                self._running_since_s = now_s()
+                self._running_since_s, self._begun = now_s(), self.running
             case PassFinished(_, result):
                 self._running_since_s = None
                 for item in result.items:
@@ -189,11 +209,15 @@ class WorkerEngine:
         for request_id in request_ids:
             self._held.pop(request_id, None)
             self.book.end(request_id)
+            for observer in self.observers:
+                observer.left(request_id)
 
     def _token(self, request_id: str, token: int, finish: FinishReason | None) -> None:
         self.book.add(request_id, token, finish)
         if finish is not None:
             self._held.pop(request_id, None)
+            for observer in self.observers:
+                observer.left(request_id)
 
     def _note_blocks(self, events: Sequence[KvEvent]) -> None:
         for event in events:

@@ -84,14 +84,18 @@ class WorkerServicer:
         self._manifest_json = manifest_json
         self._hold = ""  # why nothing new is wanted for now
         self._unseated = ""  # why there is no engine now
-        self._fence = Fence()
+        self.fence = Fence()
         self._session: Session | None = None
         self._orphan: asyncio.TimerHandle | None = None
 
     @property
     def epoch(self) -> int:
         """Of the scheduler that is obeyed; 0 before any."""
-        return self._fence.epoch
+        return self.fence.epoch
+
+    @property
+    def linked(self) -> bool:  # a scheduler has its stream here
+        return self._session is not None and self._session.stream is not None
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For `Server.add_generic_rpc_handlers`. Bytes that are no message reach the methods as None."""
@@ -119,8 +123,8 @@ class WorkerServicer:
     def join_shard(self, shard: str, epoch: int = 0) -> None:
         """Obey the schedulers of this shard only, and of them none of an epoch below `epoch`. What is here of
         another shard's is given up; its scheduler hears that the worker is gone."""
-        before = self._fence.shard
-        self._fence.move(shard, epoch)
+        before = self.fence.shard
+        self.fence.move(shard, epoch)
         if shard == before:
             return
         self._cancel_orphan()
@@ -211,7 +215,7 @@ class WorkerServicer:
     async def control(self, requests: object, context: Context) -> None:
         try:
             caller, has = caller_of(await context.read())
-            claim, why = self._fence.claim(caller)
+            claim, why = self.fence.claim(caller)
             if claim is Claim.STALE:
                 await context.write(self._stale(caller, why))
                 return
@@ -391,6 +395,6 @@ class WorkerServicer:
             self.engine.abort(request_id)
 
     def _stale(self, caller: Caller, why: str) -> pb.ControlResponse:
-        epoch = self._fence.epoch
-        highest = 0 if self._fence.foreign(caller) else epoch
+        epoch = self.fence.epoch
+        highest = 0 if self.fence.foreign(caller) else epoch
         return pb.ControlResponse(epoch=epoch, stale_epoch=pb.StaleEpoch(highest_epoch=highest, reason=why))

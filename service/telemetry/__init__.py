@@ -4,7 +4,8 @@ May import the runtime's contract, core and engine types; prometheus_client and 
 modules that a running service with them switched on loads.
 """
 
+from service.telemetry.fleet import FleetTelemetry, FrontEndTelemetry
 from service.telemetry.settings import TelemetrySettings
 from service.telemetry.telemetry import Telemetry
 
-__all__ = ["Telemetry", "TelemetrySettings"]
+__all__ = ["FleetTelemetry", "FrontEndTelemetry", "Telemetry", "TelemetrySettings"]

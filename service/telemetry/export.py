@@ -64,12 +64,15 @@ class Exporter:
 
     def __init__(self, settings: TelemetrySettings, version: str) -> None:
         endpoint = settings.otlp_endpoint
+        what = {"service.name": settings.service_name, "service.version": version}
+        if settings.instance_id:
+            what["service.instance.id"] = settings.instance_id
         self._exporter = OTLPSpanExporter(
             endpoint=endpoint, insecure=not endpoint.startswith("https://"), timeout=EXPORT_TIMEOUT_S
         )
         self._provider = TracerProvider(
             sampler=ParentBased(LinkedOrShare(settings.sample_ratio)),
-            resource=Resource.create({"service.name": settings.service_name, "service.version": version}),
+            resource=Resource.create(what),
             shutdown_on_exit=False,
             span_limits=SpanLimits(max_links=LINKS_MAX),
         )

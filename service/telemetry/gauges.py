@@ -59,7 +59,7 @@ class SnapshotCollector(Collector):
             snapshot = take().result(WAIT_S_MAX)
         except (TimeoutError, RuntimeError):  # it does not answer, or is closed
             snapshot = None
-        yield _family(names.LOOP_LAG, time.monotonic() - start_s)
+        yield family_of(names.LOOP_LAG, time.monotonic() - start_s)
         if snapshot is not None:
             yield from _totals(snapshot)
             yield from _by_lane(snapshot)
@@ -73,7 +73,7 @@ def _fill(future: Future[Snapshot], snapshot: Callable[[], Snapshot]) -> None:
         future.set_exception(error)
 
 
-def _family(metric: Metric, value: float | None = None) -> Family:
+def family_of(metric: Metric, value: float | None = None) -> Family:
     labels = metric.labels if value is None else None
     if metric.kind is MetricKind.COUNTER:
         return CounterMetricFamily(metric.name, metric.meaning, value, labels)
@@ -81,18 +81,18 @@ def _family(metric: Metric, value: float | None = None) -> Family:
 
 
 def _totals(snapshot: Snapshot) -> Iterator[Family]:
-    yield _family(names.SUBMITTED, snapshot.submitted)
-    ended = _family(names.ENDED)
+    yield family_of(names.SUBMITTED, snapshot.submitted)
+    ended = family_of(names.ENDED)
     for outcome in Outcome:
         ended.add_metric([outcome.value], snapshot.outcomes.get(outcome, 0))
     yield ended
-    yield _family(names.QUEUED, snapshot.queued)
-    yield _family(names.RUNNING, snapshot.running)
-    yield _family(names.WINDOW, snapshot.window_s)
-    yield _family(names.DEPTH, snapshot.depth_tokens)
-    yield _family(names.BOUNDARY, snapshot.boundary_tokens)
-    yield _family(names.KNEE, snapshot.knee_tokens)
-    yield _family(names.DRAINING, float(snapshot.draining))
+    yield family_of(names.QUEUED, snapshot.queued)
+    yield family_of(names.RUNNING, snapshot.running)
+    yield family_of(names.WINDOW, snapshot.window_s)
+    yield family_of(names.DEPTH, snapshot.depth_tokens)
+    yield family_of(names.BOUNDARY, snapshot.boundary_tokens)
+    yield family_of(names.KNEE, snapshot.knee_tokens)
+    yield family_of(names.DRAINING, float(snapshot.draining))
 
 
 def _by_lane(snapshot: Snapshot) -> Iterator[Family]:
@@ -100,7 +100,7 @@ def _by_lane(snapshot: Snapshot) -> Iterator[Family]:
         (names.LANE_QUEUED, snapshot.lane_queued),
         (names.LANE_TOKENS, snapshot.lane_queued_tokens),
     ):
-        family = _family(metric)
+        family = family_of(metric)
         for lane, value in values.items():
             family.add_metric([lane.value], value)
         yield family
@@ -108,7 +108,7 @@ def _by_lane(snapshot: Snapshot) -> Iterator[Family]:
 
 def _by_instance(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Family]:
     metrics = (names.INSTANCE_UP, names.DECODING, names.KV_BLOCKS, names.INCIDENTS)
-    up, decoding, blocks, incidents = (_family(metric) for metric in metrics)
+    up, decoding, blocks, incidents = (family_of(metric) for metric in metrics)
     for instance in instances:
         instance_id, stats = instance.instance_id, instance.stats
         up.add_metric([instance_id], float(instance.state == InstanceState.UP))

@@ -12,7 +12,7 @@ class TelemetrySettings:
     enabled: keep and serve metrics. Traces have their own switch, `otlp_endpoint`.
     otlp_endpoint: OTLP gRPC collector, `host:port` (plain text) or `https://host:port`; empty: no traces.
     sample_ratio: share of requests traced, where the caller's traceparent does not decide.
-    service_name: `service.name` of the traces.
+    service_name: `service.name` of the traces. instance_id: `service.instance.id`, where it is set.
     metrics_host, metrics_port: where metrics are served; loopback, as there is no authentication. Port 0
         picks a free one.
     """
@@ -23,6 +23,7 @@ class TelemetrySettings:
     service_name: str = "plaserve"
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 9464
+    instance_id: str = ""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.sample_ratio <= 1.0:

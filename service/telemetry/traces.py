@@ -40,7 +40,7 @@ Attributes = dict[str, AttributeValue]
 
 _TRACEPARENT = "traceparent"
 _PROPAGATOR = TraceContextTextMapPropagator()
-_NOT_FAILED = (Outcome.COMPLETED, Outcome.CANCELLED)
+NOT_FAILED = (Outcome.COMPLETED, Outcome.CANCELLED)
 
 
 @dataclass(slots=True)
@@ -72,6 +72,11 @@ class TraceObserver:
         if len(self._callers) >= CALLERS_MAX:  # calls that never came to a submit
             del self._callers[next(iter(self._callers))]
         self._callers[request_id] = _PROPAGATOR.extract(dict(metadata), Context())
+
+    def span_of(self, request_id: str) -> Span | None:
+        """Of a sampled request that lives."""
+        traced = self._live.get(request_id)
+        return traced.span if traced is not None else None
 
     # --- service.runtime.contract.Observer ---
 
@@ -126,7 +131,7 @@ class TraceObserver:
         span = traced.span
         self._phases(record, record.end_s, traced)
         span.set_attributes(_request_attributes(record, self._model, self._backend))
-        if record.outcome is not None and record.outcome not in _NOT_FAILED:
+        if record.outcome is not None and record.outcome not in NOT_FAILED:
             span.set_attribute(Attribute.ERROR_TYPE, record.outcome.value)
             span.set_status(Status(StatusCode.ERROR, record.detail or None))
         span.end(self._unix_ns(record.end_s))

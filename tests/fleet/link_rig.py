@@ -155,11 +155,12 @@ class Reader:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     came: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def take(self, request_id: str, first: int, token_ids: Any) -> None:
+    def take(self, request_id: str, first: int, token_ids: Any) -> bool:
         answer = self.tokens.setdefault(request_id, [])
         assert first == len(answer), f"{request_id}: token {first} came after {len(answer)}"
         answer.extend(token_ids)
         self.came.set()
+        return True
 
     async def until(self, enough: Callable[[], bool]) -> None:
         async with asyncio.timeout(WAIT_S_MAX):

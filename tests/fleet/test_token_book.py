@@ -42,10 +42,11 @@ class FrontEnd:
         first = self.link.first()
         return {position.request_id: position.token_count for position in first.positions}
 
-    def _take(self, request_id: str, first: int, token_ids: object) -> None:
+    def _take(self, request_id: str, first: int, token_ids: object) -> bool:
         answer = self.tokens.setdefault(request_id, [])
         assert first == len(answer), "a token twice, or one left out"
         answer.extend(token_ids)  # type: ignore[arg-type]
+        return True
 
 
 @given(STEPS, st.integers(1, 4))
