@@ -3,13 +3,17 @@ engine of the role that it is wanted in."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from time import monotonic_ns
 
+import pytest
 from etcd_server import EtcdServer
 from test_fleet_metrics import scrape
 from test_processes import until
 
+from engines.catalog import LoadedEngine
+from service import wiring_fleet
 from service.bench.arms import free_ports
 from service.bench.fleet_rig import Kind, Part
 from service.core.reconcile import MoveReason
@@ -18,6 +22,8 @@ from service.fleet.backends import make_membership
 from service.fleet.membership import Membership
 from service.fleet.role_facts import MovePhase, engines_of, move_of, moves_of
 from service.fleet.settings import FleetSettings
+from service.settings import EngineSettings, FleetOptions, Settings
+from service.wiring import load
 
 START_S = 60.0  # an interpreter on a busy machine
 
@@ -83,3 +89,38 @@ async def test_a_worker_that_is_killed_while_it_loads_comes_back_in_its_wanted_r
         await part.stop()
         await membership.close()
     assert not part.hard
+
+
+async def test_a_worker_whose_engine_fails_at_the_start_begins_with_the_other(
+    shared_etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And tries the role again once it serves, which tells the fleet why it can't be had."""
+    options = {
+        "membership": "etcd",
+        "name": f"roles-{monotonic_ns()}",
+        "endpoints": [shared_etcd.endpoint],
+        "member_id": "w0",
+    }
+    engine = {
+        "backend": "simulated",
+        "simulated_preset": "h200_32b_sp",
+        "simulated_lp_preset": "h200_32b",
+    }
+    settings = Settings(fleet=FleetOptions(**options), engine=EngineSettings(**engine))
+    membership = make_membership(settings.fleet)
+    await membership.open()
+    try:
+        await order(membership, Role.LP)
+        first = await asyncio.to_thread(wiring_fleet.load_first, settings)
+        assert (first.name, first.role) == ("lp", Role.LP)
+
+        def failing(settings: Settings, name: str = "sp") -> LoadedEngine:
+            if name == "lp":
+                raise RuntimeError("no device memory")
+            return load(settings, name=name)
+
+        monkeypatch.setattr(wiring_fleet, "load", failing)
+        first = await asyncio.to_thread(wiring_fleet.load_first, settings)
+        assert (first.name, first.role) == ("sp", Role.MIXED)
+    finally:
+        await membership.close()
