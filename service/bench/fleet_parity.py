@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -180,11 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 scenario = scenario_of(_settings(asked, seed))
                 stem = asked.out / f"{asked.case}-{seed}"
-                run = asyncio.run(run_fleet(scenario, asked.out / stem.name, Lines(console)))
+                run = asyncio.run(_fleet(scenario, asked.out / stem.name, Lines(console)))
         except (EtcdError, RigError, OSError, ValueError) as error:
             sys.stderr.write(f"{error}\n")
             return 2
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, asyncio.CancelledError):
             sys.stderr.write("stopped; every process of the fleet has ended\n")
             return 130
         parity = parity_of(scenario, run)
@@ -193,6 +194,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(Text(f" {stem}.json, {stem}.png", style="dim"))
         outside += bool(parity.faults)
     return 1 if outside else 0
+
+
+async def _fleet(scenario: Scenario, folder: Path, say: Lines) -> FleetRun:
+    """SIGTERM ends it as Ctrl-C does: processes are stopped."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await run_fleet(scenario, folder, say)
 
 
 def _settings(asked: argparse.Namespace, seed: int) -> DemoSettings:

@@ -27,6 +27,7 @@ SHADES = ("#ffffff", "#f4f1ea")
 
 def draw(parity: Parity, path: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     settings = parity.scenario.settings
     picture = Figure(figsize=(10.0, 8.6), dpi=110, layout="constrained")
@@ -38,6 +39,7 @@ def draw(parity: Parity, path: Path) -> None:
     _lanes(met, moments, "share in time", lambda figures: figures.attainment)
     for axes in (middle, tail):
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("")
     met.set_ylim(-0.03, 1.05)
