@@ -16,10 +16,11 @@ import os
 import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from service.bench.arms import free_ports
 from service.bench.etcd import EtcdServer, running_etcd, with_parent
@@ -155,17 +156,17 @@ class FleetRig:
         ports = iter(free_ports(self.settings.front_ends + self.settings.controllers))
         policy = ("--policy", self.settings.policy)
         for n in range(self.settings.workers):
-            self._part(f"w{n}", Kind.WORKER, ())
+            self.add(f"w{n}", Kind.WORKER, ())
         for n in range(self.settings.schedulers):
-            self._part(f"s{n}", Kind.SCHEDULER, policy)
+            self.add(f"s{n}", Kind.SCHEDULER, policy)
         for n in range(self.settings.front_ends):
             port = next(ports)
-            self._part(f"f{n}", Kind.FRONTEND, ("--port", str(port)), f"127.0.0.1:{port}")
+            self.add(f"f{n}", Kind.FRONTEND, ("--port", str(port)), f"127.0.0.1:{port}")
         for n in range(self.settings.controllers):
             address = f"127.0.0.1:{next(ports)}"
-            self._part(f"c{n}", Kind.CONTROLLER, (*policy, "--listen", address), address)
+            self.add(f"c{n}", Kind.CONTROLLER, (*policy, "--listen", address), address)
 
-    def _part(self, name: str, kind: Kind, arguments: tuple[str, ...], address: str = "") -> None:
+    def add(self, name: str, kind: Kind, arguments: tuple[str, ...], address: str = "") -> None:
         self.parts[name] = Part(name, kind, arguments, self.folder / f"{name}.log", address)
 
     def of(self, kind: Kind) -> list[Part]:
@@ -224,11 +225,19 @@ class FleetRig:
         return used
 
 
-@asynccontextmanager
-async def fleet_rig(settings: RigSettings, folder: Path) -> AsyncIterator[FleetRig]:
+Rig = TypeVar("Rig", bound=FleetRig)
+
+
+def fleet_rig(settings: RigSettings, folder: Path) -> AbstractAsyncContextManager[FleetRig]:
     """A fleet that is not started yet; everything of it is stopped in the end. Raises EtcdError."""
+    return rig_of(FleetRig, settings, folder)
+
+
+@asynccontextmanager
+async def rig_of(shape: type[Rig], settings: RigSettings, folder: Path) -> AsyncIterator[Rig]:
+    """As `fleet_rig`, of another shape."""
     with running_etcd(_emptied(folder)) as etcd:
-        rig = FleetRig(settings, folder, etcd)
+        rig = shape(settings, folder, etcd)
         try:
             yield rig
         finally:
