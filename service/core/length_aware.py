@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, islice
 
 from service.core.lanes import short_tokens_max
@@ -45,14 +46,13 @@ class LengthAwarePolicy:
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
         self._lanes = {lane: LaneQueue(settings.age_bound_s) for lane in Lane}
-        self._pools = Pools()
-        self._placement = Placement(settings, self._lanes, self._pools)
-        self._load = Load(self._pools, settings.rate_memory_s)
-        self._spill = Spill(settings, self._lanes, self._pools, self._load)
+        self.pools = Pools(self._is_waited_for)
+        self._placement = Placement(settings, self._lanes, self.pools)
+        self._load = Load(self.pools, settings.rate_memory_s)
+        self._spill = Spill(settings, self._lanes, self.pools, self._load)
         self._group_candidates = settings.group_requests_max + LOOKED_FURTHER
         self._led: set[str | None] = set()  # instances whose last pass was led by an aged request
         self._depth_bounds: dict[str, int] = {}  # by instance
-        self._waited_for = ""  # an instance, see `_one_is_waited_for`
         self._awd: WaitDepth | None = None  # made for the first instance: D needs its knee
 
     # --- the queue ---
@@ -60,11 +60,11 @@ class LengthAwarePolicy:
     def instance_up(self, instance: Instance, now_s: float) -> None:
         if self._awd is None:
             self._awd = WaitDepth(self._settings, instance.pricer.knee_tokens)
-        self._pools.add(instance)
+        self.pools.file(instance)
         self._placement.instance_up(instance)
 
     def instance_down(self, instance: Instance, now_s: float) -> None:
-        self._pools.remove(instance)
+        self.pools.remove(instance)
         self._placement.instance_down(instance)
         self._led.discard(instance.instance_id)
         self._depth_bounds.pop(instance.instance_id, None)
@@ -74,6 +74,8 @@ class LengthAwarePolicy:
 
     def add(self, tracked: Tracked, now_s: float, *, arrival: bool) -> None:
         self._lanes[tracked.lane].add(tracked, tracked.instance_id)
+        if tracked.instance_id is not None:
+            self.pools.refile(tracked.instance_id)
         if arrival:
             self._load.arrived(tracked, now_s)
             if tracked.lane is Lane.SHORT and self._awd is not None:
@@ -86,7 +88,7 @@ class LengthAwarePolicy:
             self._awd.emptied()
 
     def late(self, now_s: float) -> list[Tracked]:
-        self._pools.new_turn()
+        self.pools.new_turn()
         return [tracked for queue in self._lanes.values() for tracked in queue.demote(now_s)]
 
     def waiting(self) -> Iterator[Tracked]:
@@ -106,7 +108,6 @@ class LengthAwarePolicy:
         instance_id = plan.items[0].tracked.instance_id
         assert instance_id is not None, "the requests of a plan are bound when it is carried out"
         (self._led.add if plan.reason is Reason.AGED else self._led.discard)(instance_id)
-        self._pools.dispatched()
         self._placement.pass_over(instance_id)
         shorts = sum(item.new_tokens for item in plan.items if item.tracked.lane is Lane.SHORT)
         if self._awd is not None and shorts:
@@ -122,7 +123,9 @@ class LengthAwarePolicy:
             return self._nothing_here(instance, now_s)
         again_s = self._spill.left_to_others(instance, now_s)
         if again_s is not None:
-            return Wait(min(again_s, self._placement.next_s()), Reason.WAITING_FOR_INSTANCE)
+            until_s = min(again_s, self._placement.next_s())
+            return Wait(until_s, Reason.WAITING_FOR_INSTANCE, alike=True)
+        placed_before = self._placement.placed_total
         maker = PassMaker(self._settings, self._lanes, self._load, instance, now_s)
         led = instance.instance_id in self._led and self._lanes[Lane.SHORT].waits_for(instance.instance_id)
         aged = not led and maker.lead(self._aged(instance, now_s))
@@ -133,7 +136,7 @@ class LengthAwarePolicy:
         elif group:
             decision = self._hold_or_go(instance, group, maker.slack_s(group), now_s, long_waits=bool(longs))
             if isinstance(decision, Wait):
-                return decision
+                return self._of_all_alike(decision, placed_before, now_s)
             reason = decision
         else:
             reason = Reason.LONG_CHUNK
@@ -141,35 +144,35 @@ class LengthAwarePolicy:
         if maker.items:
             return self._finish(instance, maker.items, reason, now_s)
         if maker.gate.refused_any:
-            return Wait(math.inf, Reason.WAITING_FOR_KV)
-        return self._nothing_here(instance, now_s)
+            return self._of_all_alike(Wait(math.inf, Reason.WAITING_FOR_KV), placed_before, now_s)
+        return self._of_all_alike(self._nothing_here(instance, now_s), placed_before, now_s)
 
-    def _nothing_here(self, instance: Instance, now_s: float) -> Wait | None:
+    def _of_all_alike(self, wait: Wait, placed_before: int, now_s: float) -> Wait:
+        """The answer of one instance, for its group where what is cached or who has led plays no part."""
+        alike = placed_before == self._placement.placed_total
+        for queue in self._lanes.values() if alike else ():
+            alike = alike and next(iter(queue.aged(now_s)), None) is None
+            seen = islice(queue.in_order(now_s), self._group_candidates)
+            alike = alike and not any(map(self._placement.may_choose, seen))
+        return replace(wait, alike=alike)
+
+    def _nothing_here(self, instance: Instance, now_s: float) -> Wait:
         """Nobody to run here, but maybe later somebody who waits for another instance now."""
         until_s = min(self._placement.next_s(), self._spill.next_s(instance, now_s))
         anybody = any(queue.waits_for_any() for queue in self._lanes.values())
         everywhere = not anybody and not self._one_is_waited_for()
-        if everywhere or math.isfinite(until_s):
-            return Wait(until_s, Reason.WAITING_FOR_INSTANCE, everywhere)
-        return None
+        return Wait(until_s, Reason.WAITING_FOR_INSTANCE, everywhere, alike=not anybody)
 
     def _one_is_waited_for(self) -> bool:
-        """Whether somebody waits for an instance that may be asked now. The one found last is looked at
-        first: all free instances ask this in a turn."""
-        known, queues = self._waited_for, self._lanes.values()
-        if known and any(queue.is_for(known) for queue in queues) and self._may_be_asked(known):
-            return True
-        for place in chain.from_iterable(queue.places() for queue in queues):
-            if self._may_be_asked(place):
-                self._waited_for = place
-                return True
-        return False
+        """Whether somebody waits for an instance that may be asked now."""
+        if self._settings.stage_lead_s == 0.0:
+            return any(self._is_waited_for(instance.instance_id) for instance in self.pools.odd())
+        places = chain.from_iterable(queue.places() for queue in self._lanes.values())
+        instances = (self.pools.get(place) for place in places)
+        return any(i is not None and (i.running is None or i.staged is None) for i in instances)
 
-    def _may_be_asked(self, instance_id: str) -> bool:
-        instance = self._pools.get(instance_id)
-        if instance is None:
-            return False
-        return instance.running is None or (self._settings.stage_lead_s > 0.0 and instance.staged is None)
+    def _is_waited_for(self, instance_id: str) -> bool:
+        return any(queue.is_for(instance_id) for queue in self._lanes.values())
 
     def _aged(self, instance: Instance, now_s: float) -> Iterable[Tracked]:
         """Who may lead: the request that has waited longest past the ageing bound. Where it has no room,
@@ -241,7 +244,7 @@ class LengthAwarePolicy:
         decision = awd.decide(state, now_s, lambda tokens: pricer.pass_s(((tokens, 0),)))
         if isinstance(decision, Go):
             return decision.reason
-        if self._pools.idle_other(Lane.SHORT, instance) is not None:
+        if self.pools.idle_other(Lane.SHORT, instance) is not None:
             return Reason.NO_GAIN  # the next one needs no place in this pass: another instance is idle
         return Wait(decision.until_s, Reason.WAITING_FOR_DEPTH)
 

@@ -57,6 +57,7 @@ class Placement:
         self._ahead_s: dict[str, dict[str, float]] = {}  # instance -> request placed there -> its work
         self._until: list[tuple[float, int, str]] = []  # heap; those placed anew or gone are dropped lazily
         self._known: dict[str, tuple[float, list[tuple[Instance, float]]]] = {}  # request -> short list
+        self.placed_total = 0
 
     def instance_up(self, instance: Instance) -> None:
         self._prefixes = instance.prefix.table
@@ -124,6 +125,14 @@ class Placement:
             self._place(best)
         return best is not None
 
+    def may_choose(self, tracked: Tracked) -> bool:
+        """Whether some instances may be better than others for the request: one holds its first block, or
+        did lately."""
+        hashes = tracked.request.block_hashes
+        if not hashes or self._prefixes is None:
+            return False
+        return tracked.request_id in self._known or self._prefixes.is_held(hashes[0])
+
     def _work_ahead_s(self, tracked: Tracked, place: Instance) -> float:
         """Predicted seconds of work that goes before `tracked` on `place`, beside its passes."""
         work_s = sum(self._ahead_s.get(place.instance_id, {}).values())
@@ -155,11 +164,16 @@ class Placement:
         self._placed[request_id] = placed
         self._ahead_s.setdefault(placed.instance_id, {})[request_id] = placed.work_s
         heapq.heappush(self._until, (placed.until_s, placed.tracked.seq, request_id))
-        self._lanes[placed.tracked.lane].move(placed.tracked, placed.instance_id)
+        self.placed_total += 1
+        self._move(placed, placed.instance_id)
 
     def _give_back(self, placed: _Placed) -> None:
         self._forget(placed.tracked.request_id)
-        self._lanes[placed.tracked.lane].move(placed.tracked, None)
+        self._move(placed, None)
+
+    def _move(self, placed: _Placed, instance_id: str | None) -> None:
+        self._lanes[placed.tracked.lane].move(placed.tracked, instance_id)
+        self._pools.refile(placed.instance_id)
 
     def _forget(self, request_id: str) -> None:
         placed = self._placed.pop(request_id, None)

@@ -230,11 +230,13 @@ class Wait:
     """Nothing to prefill before `until_s`, or before the next event where it is inf.
 
     everywhere: no other free instance would take anything either, so none need be asked.
+    alike: it goes for all free instances of the same group (`pools`), as long as nobody is given a pass.
     """
 
     until_s: float
     reason: Reason
     everywhere: bool = False
+    alike: bool = False
 
 
 Plan = PassPlan | Wait | None  # None: nothing waits here

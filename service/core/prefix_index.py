@@ -65,6 +65,10 @@ class PrefixTable:
             count += 1
         return count
 
+    def is_held(self, value: int) -> bool:
+        """Whether any row holds the block."""
+        return value in self._holders
+
     def best_row(self, hashes: Sequence[int]) -> int | None:
         """The row that holds most of `hashes` from the first on, the lowest of equals; None: no row any."""
         mask = self._rows

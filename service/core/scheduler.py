@@ -393,6 +393,7 @@ class PrefillScheduler:
         instance = self.instances.get(event.instance_id)
         if instance is not None and instance.state is InstanceState.UP:
             instance.drain()
+            self.turns.touch(instance)
             for needed in self.outliers.left(instance):
                 self.turns.touch(needed)
             self._closed(instance, now_s)
@@ -410,8 +411,10 @@ class PrefillScheduler:
             self.policy.closed(instance, now_s)
 
     def _role_changed(self, event: RoleChanged, now_s: float) -> None:
-        if event.instance_id in self.instances:
-            self.instances[event.instance_id].role = event.role
+        instance = self.instances.get(event.instance_id)
+        if instance is not None:
+            instance.role = event.role
+            self.turns.touch(instance)
 
     def _kv_changed(self, event: KvChanged, now_s: float) -> None:
         if event.instance_id in self.instances:

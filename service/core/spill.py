@@ -29,7 +29,7 @@ from service.core.fill import LongFill
 from service.core.load import Load
 from service.core.order import LaneQueue
 from service.core.policy import Instance
-from service.core.pools import OWN_LANE, Pool, Pools, serves
+from service.core.pools import OWN_LANE, Pools, has_room, serves
 from service.core.settings import SchedulerSettings
 from service.core.tracked import Tracked
 from service.core.types import Lane
@@ -53,19 +53,20 @@ class Spill:
         waiting = self._lanes[lane]
         if not waiting.waits_for_any():
             return
-        pool = self._pools.of(lane, now_s)
-        if pool.instances == 0:
+        self._pools.look(now_s)
+        pool_size = self._pools.size(lane)
+        if pool_size == 0:
             yield from waiting.in_order(now_s)
             return
         own_waits = self._lanes[OWN_LANE[instance.role]].waits_for(instance.instance_id)
         per_token_s = 1.0 / instance.tokens_per_s
         ahead_tokens, behind = 0, len(waiting)
         for tracked in islice(waiting.in_order(now_s), LOOKED_AT):
-            if self._idle_with_room(pool, instance, tracked):
+            if self._pools.room_beside(lane, instance, tracked):
                 return
             behind -= 1
-            start_s = pool.busy_until_s(now_s) + ahead_tokens * per_token_s / pool.instances
-            if self._pays(instance, tracked, start_s, pool, behind, now_s, own_waits=own_waits):
+            start_s = self._pools.busy_until_s(lane) + ahead_tokens * per_token_s / pool_size
+            if self._pays(instance, tracked, start_s, (behind, pool_size), now_s, own_waits=own_waits):
                 yield tracked
             else:
                 ahead_tokens += tracked.remaining
@@ -84,7 +85,7 @@ class Spill:
             return None
         first = next(waiting.in_order(now_s), None)
         idle = self._pools.idle_other(other_lane, instance)
-        if first is None or idle is None or not _has_room(idle, first):
+        if first is None or idle is None or not has_room(idle, first):
             return None
         return aged_s
 
@@ -93,29 +94,26 @@ class Spill:
         other = [lane for lane in Lane if not serves(instance, lane) and self._lanes[lane].waits_for_any()]
         if not other:
             return math.inf
-        free_s = self._pools.of(other[0], now_s).busy_until_s(now_s)
+        self._pools.look(now_s)
+        free_s = self._pools.busy_until_s(other[0])
         aged_s = now_s - self._lanes[other[0]].oldest_wait_s(now_s) + self._settings.age_bound_s
         again_s = min(free_s, aged_s) if aged_s > now_s else free_s
         return max(now_s + TICK_S, again_s)
-
-    def _idle_with_room(self, pool: Pool, instance: Instance, tracked: Tracked) -> bool:
-        return any(_has_room(other, tracked) for other in pool.idle_beside(instance))
 
     def _pays(
         self,
         instance: Instance,
         tracked: Tracked,
         start_s: float,
-        pool: Pool,
-        behind: int,
+        behind: tuple[int, int],
         now_s: float,
         *,
         own_waits: bool,
     ) -> bool:
+        """behind: requests behind it, and instances of their pool."""
         size = instance.item_of(tracked)
         block_s = here_s = instance.pricer.request_s(*size)
         own = OWN_LANE[instance.role]
-        own_pool = self._pools.of(own, now_s)
         if own is Lane.SHORT:
             limit_s = self._settings.spill_chunk_s_max
             chunk = LongFill(instance, limit_s).alone(size)
@@ -128,13 +126,9 @@ class Spill:
         if own_waits:
             return False
         if own is Lane.SHORT:
-            load = self._load.of(own, instance, now_s) * self._load.instances / max(1, own_pool.instances)
+            load = self._load.of(own, instance, now_s) * self._load.instances / max(1, self._pools.size(own))
             here_s /= 1.0 - min(LOAD_MAX, load)
-        idle = sum(1 for _ in own_pool.idle_beside(instance))
-        gain_s = end_there_s - (now_s + here_s) + behind * tracked.service_s / pool.instances
+        idle = self._pools.idle_beside(own, instance)
+        gain_s = end_there_s - (now_s + here_s) + behind[0] * tracked.service_s / behind[1]
         newcomers = self._load.requests_per_s(own, now_s) * block_s - idle
         return gain_s > 0.5 * block_s * max(0.0, newcomers)
-
-
-def _has_room(instance: Instance, tracked: Tracked) -> bool:
-    return instance.may_take(tracked) and instance.kv.fits(tracked.kv_tokens_max)

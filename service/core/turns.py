@@ -2,8 +2,9 @@
 
 *Open* is an instance that is free, or, with staging, one whose running pass ends within the lead and has
 nothing staged behind it. Only the open ones are asked, in the order in which they joined, and only while
-anything waits: a poll costs what can happen in it, not what there is. Nobody is asked twice at one instant
-if nothing has changed in between (a worker said that it began, which was known).
+anything waits: a poll costs what can happen in it, not what there is. Of free instances that are alike
+(`pools`) one can answer for all, until somebody is given a pass. Nobody is asked twice at one instant if
+nothing has changed in between (a worker said that it began, which was known).
 
 A staged pass is taken back, once, when a short newcomer that found no place makes its target only without it.
 """
@@ -19,6 +20,7 @@ from sortedcontainers import SortedDict
 from service.core.dispatcher import Dispatcher
 from service.core.lifecycle import RequestState
 from service.core.policy import InFlight, Instance, PassPlan, PrefillPolicy, Wait
+from service.core.pools import Group, HasPools, Pools
 from service.core.settings import SchedulerSettings
 from service.core.tracked import Tracked
 from service.core.types import Command, Lane, Reason, Revoke
@@ -38,7 +40,8 @@ class Turns:
         self._policy = policy
         self._dispatcher = dispatcher
         self._emit = emit
-        self._open: SortedDict = SortedDict()  # place -> instance
+        self._pools = policy.pools if isinstance(policy, HasPools) else Pools()
+        self._leading: SortedDict = SortedDict()  # place -> instance that runs, its lead begun
         self._touched: dict[int, Instance] = {}  # place -> instance, since the last poll
         self._staged: dict[int, Instance] = {}  # those with a staged pass
         self._leads: list[tuple[float, int, int, InFlight, Instance]] = []  # heap: begin, place, pass id
@@ -47,20 +50,22 @@ class Turns:
         self._answer: Wait | None = None  # what they said
 
     def left(self, instance: Instance) -> None:
-        for places in (self._open, self._touched, self._staged):
+        self._pools.remove(instance)
+        for places in (self._leading, self._touched, self._staged):
             places.pop(instance.place, None)
         self._leads = [lead for lead in self._leads if lead[4] is not instance]
         heapify(self._leads)
         self._changed = True
 
     def touch(self, instance: Instance) -> None:
-        """`instance` is new, or its passes have changed."""
+        """`instance` is new, or its passes, its role or what it takes have changed."""
         self._touched[instance.place] = instance
         self._changed = True
 
     def will_ask(self, instance: Instance) -> bool:
         """Whether the next poll asks `instance` where anything waits (for checks)."""
-        return instance.place in self._open or instance.place in self._touched
+        known = self._pools.is_idle(instance) or instance.place in self._leading
+        return known or instance.place in self._touched
 
     def changed(self) -> None:
         """The queue or something else that plans depend on."""
@@ -87,11 +92,11 @@ class Turns:
 
     def _sort_in(self, instance: Instance, now_s: float) -> None:
         place, running = instance.place, instance.running
+        self._pools.file(instance)
         self._staged.pop(place, None)
+        self._leading.pop(place, None)
         if running is None:
-            self._open[place] = instance
             return
-        self._open.pop(place, None)
         if instance.staged is not None:
             self._staged[place] = instance
         elif self._lead_s > 0.0 and math.isfinite(running.end_s):
@@ -109,35 +114,42 @@ class Turns:
                 return
             heappop(leads)
             if not moot and begins_s <= now_s:
-                self._open[place] = instance
+                self._leading[place] = instance
                 self._changed = True
 
     # --- what they take ---
 
     def _ask(self, now_s: float) -> Wait | None:
-        if not self._open:
-            return None
         answer: Wait | None = None
         served: list[Instance] = []
         passed_over = False  # somebody took nothing so far
-        waiting = self._anything_waits()
-        for instance in self._open.values():
-            if not waiting:
-                break
+        for each in self._pools.groups:
+            each.silent = False
+        place = -1
+        while self._anything_waits() and (found := self._next_open(place)) is not None:
+            instance, group = found
+            place = instance.place
             if not (instance.takes_new or instance.partial or instance.decode.running):
                 continue
             free = instance.running is None
             wait = self._choose(instance, now_s) if free else self._stage(instance, now_s)
+            if free:
+                self._pools.file(instance)
             if instance.running is not None if free else instance.staged is not None:
                 served.append(instance)
                 self._changed = self._changed or passed_over  # who took nothing has not seen this queue
-                waiting = self._anything_waits()
+                for each in self._pools.groups:
+                    each.silent = False
                 continue
             passed_over = True
-            if wait is not None and (answer is None or wait.until_s < answer.until_s):
+            if wait is None:
+                continue
+            if answer is None or wait.until_s < answer.until_s:
                 answer = wait
-            if wait is not None and wait.everywhere:
+            if wait.everywhere:
                 break
+            if wait.alike and group is not None and group.role is not None:
+                group.silent = True
         for _, instance in sorted(self._touched.items()) if self._touched else ():
             if instance.running is None and instance.decode.running:
                 self._choose(instance, now_s)
@@ -145,6 +157,24 @@ class Turns:
         for instance in served:
             self._sort_in(instance, now_s)
         return answer
+
+    def _next_open(self, place: int) -> tuple[Instance, Group | None] | None:
+        """The first open instance that joined after `place` and that nobody has spoken for."""
+        first: Instance | None = None
+        of: Group | None = None
+        for group in self._pools.groups:
+            members = group.members
+            if members and not group.silent:
+                index = members.bisect_right(place)
+                if index < len(members) and (first is None or members.keys()[index] < first.place):
+                    first, of = members.peekitem(index)[1], group
+        if self._leading:
+            index = self._leading.bisect_right(place)
+            if index < len(self._leading):
+                leading = self._leading.peekitem(index)[1]
+                if first is None or leading.place < first.place:
+                    first, of = leading, None
+        return None if first is None else (first, of)
 
     def _anything_waits(self) -> bool:
         lane_load = self._policy.lane_load

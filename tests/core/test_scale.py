@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
-from helpers import PACKED, spec, tracked
+from fleet_helpers import Fleet
+from helpers import PACKED, request, spec, tracked
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.types import Pass, PassItem, PassKind
 from service.core.length_aware import LengthAwarePolicy
-from service.core.policy import Instance, Wait
-from service.core.pools import Pools
+from service.core.policy import InFlight, Instance, PassPlan, Plan, Wait
+from service.core.pools import Pools, free_s, has_room, serves
 from service.core.prefix_index import PrefixTable
 from service.core.settings import SchedulerSettings
-from service.core.types import Lane, Role
+from service.core.types import Lane, Reason, Role
 
 KNOBS = SchedulerSettings()
 
@@ -43,6 +47,7 @@ def test_nobody_else_need_be_asked_where_all_wait_for_a_busy_instance(count: int
         part.instance_id, part.position = "i1", 500
         policy.add(part, 0.0, arrival=False)
     fleet[1].running = object()  # type: ignore[assignment] - busy, with whatever it is
+    policy.pools.file(fleet[1])
     policy.late(0.0)
     answer = policy.plan(fleet[0], 0.0)
     assert isinstance(answer, Wait)
@@ -61,31 +66,78 @@ def test_an_idle_instance_that_is_waited_for_is_asked() -> None:
     assert answer is None or (isinstance(answer, Wait) and not answer.everywhere)
 
 
-class Counting(Pools):
-    """Counts the looks at all instances."""
+@pytest.mark.parametrize("busy_sp", [0, 1])
+def test_one_answers_for_all_that_are_alike(busy_sp: int) -> None:
+    """Idle LP instances and a short that is left to SP: to a free one, or, held for depth, to a busy one. One
+    LP instance is asked, however many there are; the answer is the one that each of them gives."""
+    fleet = Fleet([spec(f"i{n}", profiles=PACKED) for n in range(50)], {f"i{n}": Role.LP for n in range(48)})
+    fleet.role("i48", Role.SP)
+    fleet.role("i49", Role.SP)
+    for number in range(2 if busy_sp else 0):
+        fleet.submit(request(f"busy{number}", 250, 0.0, max_new_tokens=1))
+    policy = fleet.scheduler.policy
+    plan, answers = policy.plan, []
 
-    looks = 0
+    def counted(instance: Instance, now_s: float) -> Plan:
+        answer = plan(instance, now_s)
+        if instance.role is Role.LP:
+            answers.append(answer)
+            idle = [i for i in fleet.scheduler.instances.values() if i.role is Role.LP and i.running is None]
+            assert len(idle) > 40
+            assert isinstance(answer, PassPlan) or all(plan(other, now_s) == answer for other in idle)
+        return answer
 
-    def _look(self, now_s: float):  # type: ignore[no-untyped-def]
-        Counting.looks += 1
-        return super()._look(now_s)
+    policy.plan = counted  # type: ignore[method-assign]
+    fleet.submit(request("s", 4, 0.0, max_new_tokens=1))
+    assert len(answers) == 1
 
 
-@pytest.mark.parametrize("role", [Role.LP, Role.MIXED])
-def test_one_look_at_the_fleet_serves_all_who_ask(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free LP instances leave a short to a free SP one. They find it with one look at all instances, and in
-    the next turn with none; where all are mixed nobody looks."""
-    monkeypatch.setattr("service.core.length_aware.Pools", Counting)
-    Counting.looks = 0
-    fleet = instances(50, role)
-    fleet[-1].role = Role.SP if role is Role.LP else role
-    policy = policy_with(fleet)
-    policy.add(tracked("s", 50, target_s=1.0), 0.0, arrival=True)
-    for turn in range(5):
-        policy.late(0.001 * turn)
-        for instance in fleet[:-1] if role is Role.LP else fleet[:1]:
-            policy.plan(instance, 0.001 * turn)
-    assert Counting.looks <= 1
+@given(
+    fleet=st.lists(
+        st.tuples(
+            st.sampled_from(Role),
+            st.sampled_from([None, (0.0, 1.0), (0.0, 3.0), (1.0, 3.5), (2.0, 9.0)]),  # start, predicted
+            st.sampled_from([None, 0.5]),  # staged behind it
+            st.booleans(),  # takes new requests
+            st.integers(0, 3),  # blocks that are promised
+        ),
+        min_size=1,
+        max_size=9,
+    ),
+    changed=st.lists(st.tuples(st.integers(0, 8), st.sampled_from(Role), st.booleans()), max_size=6),
+    now_s=st.sampled_from([0.0, 2.0, 3.2, 4.0, 40.0]),
+)
+def test_pools_know_what_a_walk_over_all_would_find(fleet, changed, now_s) -> None:  # type: ignore[no-untyped-def]
+    made = instances(len(fleet))
+    pools = Pools(lambda name: name == "i0")
+    for one, (role, run, staged, takes_new, blocks) in zip(made, fleet, strict=True):
+        pools.file(one)
+        one.role, one.takes_new = role, takes_new
+        one.kv.reserve("held", blocks * one.kv.block_tokens)
+        pass_ = Pass(1, PassKind.PREFILL, (PassItem("p", 1, 0),))
+        one.running = InFlight(pass_, Reason.LONG_CHUNK, run[1], run[0]) if run else None
+        one.staged = InFlight(pass_, Reason.LONG_CHUNK, staged) if run and staged else None
+        pools.file(one)
+    pools.look(now_s)
+    for index, role, idle in changed:  # after the first look: roles change, passes end
+        one = made[index % len(made)]
+        one.role = role
+        if idle:
+            one.running = one.staged = None
+        pools.file(one)
+    pools.new_turn()
+    pools.look(now_s)
+    wanted = tracked("r", 100 * 16)
+    for lane in Lane:
+        pool = [i for i in made if i.takes_new and serves(i, lane)]
+        busy = [free_s(i, now_s) for i in pool if i.running is not None]
+        assert pools.size(lane) == len(pool)
+        assert pools.busy_until_s(lane) == min(busy, default=math.inf)
+        for one in made:
+            others = [i for i in pool if i is not one and i.running is None]
+            assert pools.idle_beside(lane, one) == len(others)
+            assert pools.room_beside(lane, one, wanted) == any(has_room(i, wanted) for i in others)
+            assert (pools.idle_other(lane, one) in others) if others else pools.idle_other(lane, one) is None
 
 
 @given(

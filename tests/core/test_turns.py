@@ -18,7 +18,7 @@ from service.core.scheduler import PrefillScheduler
 from service.core.settings import SchedulerSettings
 from service.core.tracked import Tracked
 from service.core.turns import Turns
-from service.core.types import Dispatch, InstanceUp, Reason, Reject, Request, Revoke, Submit
+from service.core.types import Dispatch, InstanceUp, Reason, Reject, Request, Revoke, Role, Submit
 from service.policies import make_scheduler
 from service.policies.fcfs import FcfsPolicy
 from service.sim.kernel import SimInstance, run
@@ -32,7 +32,12 @@ class AskingEverybody(Turns):
     def take(self, arrivals: Sequence[Tracked], now_s: float) -> Wait | None:
         earliest: Wait | None = None
         for instance in self.scheduler.instances.values():
+            self._pools.file(instance)
+        for instance in self.scheduler.instances.values():
+            was_free = instance.running is None
             wait = self._turn_of(instance, now_s)
+            if was_free:
+                self._pools.file(instance)
             if wait is not None and (earliest is None or wait.until_s < earliest.until_s):
                 earliest = wait
         self._staged = {i.place: i for i in self.scheduler.instances.values() if i.staged is not None}
@@ -51,8 +56,16 @@ class AskingEverybody(Turns):
 
 
 def decisions(
-    policy: str, load: list[tuple[float, int, int]], instances: int, lead_s: float, *, everybody: bool
+    policy: str,
+    load: list[tuple[float, int, int]],
+    instances: int,
+    lead_s: float,
+    *,
+    everybody: bool,
+    roles: Sequence[Role] = (Role.MIXED,),
+    families: int = 0,
 ) -> list[tuple[float, object]]:
+    """families: how many different prompts there are, of which each request has the begin; 0: no blocks."""
     scheduler = make_scheduler(policy, SchedulerSettings(stage_lead_s=lead_s, age_bound_s=0.5))
     if everybody:
         turns = AskingEverybody(
@@ -64,8 +77,12 @@ def decisions(
     for number, (gap_s, prompt, answer) in enumerate(load):
         now_s += gap_s
         target_s = [None, 0.05, 0.3][number % 3]
-        arrivals.append((now_s, Request(f"r{number}", prompt, answer, now_s, ttft_target_s=target_s)))
+        family = 1000 * (1 + number % families) if families else 0
+        hashes = tuple(range(family, family + prompt // 32)) if families else ()
+        asked = Request(f"r{number}", prompt, answer, now_s, hashes, ttft_target_s=target_s)
+        arrivals.append((now_s, asked))
     specs = [spec(f"i{n}", cost=CPU_COST, profiles=PACKED, blocks=150) for n in range(instances)]
+    specs = [replace(s, role=roles[n % len(roles)]) for n, s in enumerate(specs)]
     log = run(scheduler, [SimInstance(s, up_s=0.02 * n) for n, s in enumerate(specs)], arrivals).log
     return [(t, entry) for t, entry in log if isinstance(entry, Dispatch | Revoke | Reject)]
 
@@ -86,6 +103,28 @@ def test_asking_the_open_ones_decides_as_asking_everybody(
 ) -> None:
     few = decisions(policy, load, instances, lead_s, everybody=False)
     assert few == decisions(policy, load, instances, lead_s, everybody=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    load=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.002, 0.03]), st.sampled_from([9, 60, 2500]), st.integers(1, 2)),
+        min_size=4,
+        max_size=40,
+    ),
+    roles=st.lists(st.sampled_from(Role), min_size=2, max_size=9),
+    lead_s=st.sampled_from([0.0, 0.0, 0.03]),
+    families=st.sampled_from([0, 0, 2]),
+)
+def test_an_answer_for_all_alike_decides_as_asking_each(
+    load: list[tuple[float, int, int]], roles: list[Role], lead_s: float, families: int
+) -> None:
+    """With roles, one instance answers for its group: everybody, asked, would do the same."""
+    few, all_ = (
+        decisions("plaserve", load, len(roles), lead_s, everybody=e, roles=roles, families=families)
+        for e in (False, True)
+    )
+    assert few == all_
 
 
 class Counting(FcfsPolicy):
