@@ -1,8 +1,8 @@
 """Names of what only the processes of a fleet have; see `names` for the rest and for how names are made.
 
-A name is shared between processes only where a sum over all of them stays true, or where it is of one
-instance. Requests and passes are booked by the scheduler of a shard; what front ends and workers count of the
-same requests has names of its own, or every sum over a fleet would count them twice.
+Requests and passes are booked by the scheduler of a shard under the names of one process. What front ends and
+workers count of the same requests has names of its own, or every sum over a fleet would count them twice. A
+name that is of an instance may be told by two processes (KV blocks, incidents): of those take the max.
 """
 
 from __future__ import annotations

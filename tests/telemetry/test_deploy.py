@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.telemetry import TelemetrySettings
+from service.telemetry.fleet_names import FLEET_METRICS, FLEET_SPANS, TRIES
 from service.telemetry.names import METRICS, SPANS, Attribute, Metric, MetricKind
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +17,8 @@ DASHBOARDS = sorted((ROOT / "deploy" / "dashboards").glob("*.json"))
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 
 SERIES: dict[str, Metric] = {}
-for _metric in METRICS:
+ALL = (*METRICS, *FLEET_METRICS)
+for _metric in ALL:
     if _metric.kind is MetricKind.HISTOGRAM:
         _suffixes = ("_bucket", "_count", "_sum") if _metric.buckets[0] > 0 else ("_bucket", "_count")
         SERIES |= {_metric.name + suffix: _metric for suffix in _suffixes}
@@ -52,9 +54,15 @@ def test_alerts_and_panels_are_found():
     assert all(re.search("plaserve_|up{", expression) for expression in expressions())
 
 
-@pytest.mark.parametrize("name", [*(metric.name for metric in METRICS), *SPANS, *Attribute])
+@pytest.mark.parametrize("name", [*(metric.name for metric in ALL), *SPANS, *FLEET_SPANS, *Attribute, TRIES])
 def test_the_operations_page_has_every_name(name):
     assert f"`{name}`" in OPERATIONS
+
+
+def test_names_are_given_once_and_every_fleet_metric_is_on_the_dashboard():
+    assert len({metric.name for metric in ALL}) == len(ALL)
+    shown = {SERIES[name].name for text in expressions() for name in re.findall(r"\bplaserve_\w+", text)}
+    assert {metric.name for metric in FLEET_METRICS} - shown == {"plaserve_worker_link_epoch"}
 
 
 def test_every_alert_is_explained():
