@@ -6,7 +6,7 @@ are the same on every worker, in every run.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from engines.simulated_settings import h200_32b_like
 from engines.types import EngineRequest
 from service.bench.chaos_clients import ANSWER_S_MAX, Heard
 from service.bench.chaos_faults import Span
+from service.bench.chaos_plan import RealSchedule
 from service.bench.chaos_watch import ChaosWatch
 from service.bench.fleet_figures import life_faults, scheduler_faults
 from service.bench.fleet_rig import FleetRig, Kind
@@ -23,6 +24,9 @@ from service.sim.chaos_schedule import Ask
 
 EXPECTED = ("OK", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "RESOURCE_EXHAUSTED")
 TRACE_LINES = 12
+WAIT_S_MAX = 12.0  # a lease, the election, the rest of a pass, and what has queued up meanwhile
+FAILOVER_S = 10.0  # how long a front end lets requests wait for a scheduler, which needs etcd
+RESEND_RATIO = 2.0  # TCP sends again after pauses that double: up to so many times the cut
 
 
 def right_tokens(text: str, count: int) -> list[int]:
@@ -80,6 +84,28 @@ def _tokens(heard: Heard) -> list[str]:
         told = summary.output_token_count, summary.prompt_token_count
         if told != (len(right), len(heard.text)):
             found.append(f"its summary counts {told} tokens, right are {(len(right), len(heard.text))}")
+    return found
+
+
+def wait_laws(heard: Sequence[Heard], schedule: RealSchedule, front_ends: Mapping[str, str]) -> list[str]:
+    """Nobody waits longer than a fail-over takes, whatever stands still, but for a front end that does.
+
+    front_ends: address -> name. Clients that went away or had a deadline are not asked.
+    """
+    own: dict[str, float] = defaultdict(float)
+    for fault in schedule.faults:
+        ratio = RESEND_RATIO if fault.how == "network" else 1.0
+        own[fault.target] += ratio * fault.for_s
+    without_etcd = any("etcd" in (fault.target, fault.how) for fault in schedule.faults)
+    found: list[str] = []
+    for each in heard:
+        stood_s = own[front_ends.get(each.address, "")] + own["all"] + own["etcd"]
+        bound_s = WAIT_S_MAX + stood_s + (FAILOVER_S if without_etcd else 0.0)
+        waited_s = each.end_s - each.send_s
+        if waited_s > bound_s and not each.went and each.ask.deadline_s is None:
+            found.append(
+                f"{each.name}: waited {waited_s:.1f} s for {each.status}, the bound is {bound_s:.1f} s"
+            )
     return found
 
 

@@ -38,12 +38,13 @@ VARIANTS = (  # kind, target or what kind of process it is, how
     ("die", "controller", ""), ("slow", "frontend", ""), ("delay", "etcd", ""), ("die", "frontend", ""),
     ("cut", "frontend", "network"), ("slow", "scheduler", ""), ("cut", "worker", "etcd"),
     ("hang", "controller", ""), ("clock", "scheduler", ""), ("cut", "frontend", "etcd"),
-    ("drain", "worker", ""), ("role", "worker", ""), ("die", "worker", ""), ("hang", "scheduler", ""),
+    ("die", "scheduler", ""), ("role", "worker", ""), ("die", "worker", ""), ("hang", "worker", ""),
     ("cut", "controller", "network"),
 )  # fmt: skip
 LOAD_S = 10.0
 FAULT_S_MIN, FAULT_S_MAX = 1.0, 8.0
-LONG_HANG_S = 6.0  # above any lease here
+LONG_S = 6.0  # above any lease here
+LONGER_S = 18.0  # above what a request may wait for another scheduler
 TRIES = 20  # to find a time at which no other fault has the process
 
 
@@ -151,7 +152,8 @@ def make_schedule(seed: int) -> RealSchedule:
 def _clash(one: RealFault, other: RealFault) -> bool:
     """Whether both are about the same process at the same time."""
     apart = one.end_s < other.at_s or other.end_s < one.at_s
-    return one.target == other.target and not apart
+    same = one.target == other.target or "all" in (one.target, other.target)
+    return same and not apart
 
 
 def _asks(rng: random.Random) -> list[Ask]:
@@ -174,7 +176,7 @@ def _fault(rng: random.Random, variant: tuple[str, str, str], workers: int, netw
     kind, target, how = variant
     at_s = rng.uniform(FAULT_S_MIN, FAULT_S_MAX)
     brief = rng.random() < 0.3
-    for_s = rng.uniform(0.2, 1.5) if brief else rng.uniform(2.5, LONG_HANG_S)
+    for_s = rng.uniform(0.2, 1.5) if brief else rng.uniform(2.5, LONG_S)
     factor = 1.0
     number = rng.randrange(workers)
     if target == "worker":
@@ -183,6 +185,8 @@ def _fault(rng: random.Random, variant: tuple[str, str, str], workers: int, netw
         target = f"f{number % 2}"
     elif kind == "clock":
         target = f"s{number % 2}"  # from its start on it must be one that can
+    elif target == "scheduler" and (kind, how) in (("hang", ""), ("cut", "network")) and rng.random() < 0.4:
+        for_s = LONGER_S
     if kind == "role":
         how, for_s = rng.choice(HOW["role"]), 0.0
     elif kind == "slow":

@@ -199,6 +199,8 @@ def _judge(run: _Run) -> None:
     report.happened, report.left_out = run.injector.happened, run.injector.left_out
     report.broken += run.injector.broken
     report.broken += laws.client_laws(heard, run.schedule.asks)
+    front_ends = {part.address: part.name for part in run.rig.of(Kind.FRONTEND)}
+    report.broken += laws.wait_laws(heard, run.schedule, front_ends)
     report.broken += laws.book_laws(run.watch, heard, run.injector.spans)
     report.broken += laws.process_laws(run.rig)
     if not run.schedule.faults:
