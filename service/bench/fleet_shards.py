@@ -1,6 +1,6 @@
 """Shards of real processes that come and go under load: what clients see, and if the books balance.
 
-    python -m service.bench.fleet_shards [--seconds 80] [--load 0.6] [--out var/fleet-shards]
+    python -m service.bench.fleet_shards [--seconds 80] [--load 0.65] [--out var/fleet-shards]
 
 Two shards with three simulated workers, an active scheduler and a standby each, two front ends that send to
 every shard, one controller, one etcd: separate processes on loopback. Half of the requests belong to
@@ -52,9 +52,10 @@ FOLDER = Path("var/fleet-shards")
 FIRST, THIRD, RETIRED = ("a", "b"), "c", "b"
 WORKERS_EACH, SCHEDULERS_EACH, FRONT_ENDS = 3, 2, 2
 ADD_AT, RETIRE_AT = 0.2, 0.55  # share of the load
-SESSIONS, ANSWER_TOKENS = 48, 8
+SESSIONS, ANSWER_TOKENS = 48, 4
 TIMEOUT_S, SETTLE_S_MAX = 60.0, 60.0  # of a call; of what follows a change
 LOOK_S = 0.25
+AT_REST_S = 6.0  # between two changes, at least
 
 
 @dataclass(slots=True)
@@ -184,7 +185,7 @@ async def _change(run: ShardRun) -> None:
     each = len(FIRST) * WORKERS_EACH // (len(FIRST) + 1)
     wanted = dict.fromkeys((*FIRST, THIRD), each)
     await _until(run, lambda: _sizes(run) == wanted, f"shard {THIRD} has its workers")
-    await asyncio.sleep(max(0.0, RETIRE_AT * run.settings.seconds - run.clock()))
+    await asyncio.sleep(max(AT_REST_S, RETIRE_AT * run.settings.seconds - run.clock()))
     run.mark(f"shard {RETIRED} is retired")
     controller = run.rig.of(Kind.CONTROLLER)[0]
     async with grpc.aio.insecure_channel(controller.address) as channel:
@@ -272,6 +273,8 @@ def view(run: ShardRun) -> Table:
     names = ("from", "to", "requests", "in time: short", "long", "TTFT P50", "P90", "not answered")
     table = Table("", *names)
     for name, start_s, end_s, due in phases_of(run):
+        if not due:
+            continue
         every = Figures.of(due)
         lanes = {label: Figures.of([each for each in due if each.label is label]) for label in Label}
         bad = {what: n for what, n in every.endings.items() if what != Ending.COMPLETED.value}
@@ -315,8 +318,8 @@ def to_json(run: ShardRun) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m service.bench.fleet_shards", description=__doc__)
     parser.add_argument("--seconds", type=float, default=80.0, help="length of the load")
-    parser.add_argument("--load", type=float, default=0.6, help="share of the capacity by the cost model")
-    parser.add_argument("--scale", type=float, default=4.0, help="how many times slower than modelled")
+    parser.add_argument("--load", type=float, default=0.65, help="share of the capacity by the cost model")
+    parser.add_argument("--scale", type=float, default=3.0, help="how many times slower than modelled")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=FOLDER, help="directory of logs and shards.json")
     given = parser.parse_args()
@@ -329,7 +332,7 @@ def main() -> None:
             given.scale,
             answer_tokens=ANSWER_TOKENS,
             seed=given.seed,
-            phases=(("chats and documents", 1.0, 0.95),),
+            phases=(("chats and documents", 1.0, 0.98),),
         )
         run = asyncio.run(
             run_shards(settings, given.out, lambda text: console.print(Text(text, style="dim")))

@@ -99,7 +99,12 @@ ODD: dict[str, Object] = {
             "passwordSecret": "pw",
         },
     },
-    "plain-etcd": {"etcd": {"tlsSecret": "", "allowPlaintext": True}},
+    "plain-etcd-all-shards": {
+        "etcd": {"tlsSecret": "", "allowPlaintext": True},
+        "shards": [{"name": "a", "workers": 2}, {"name": "b", "workers": 1}],
+        "frontend": {"allShards": True},
+        "settings": {"scheduler": {"mode": "temporal"}},
+    },
     "health-port": {"probes": {"healthPort": 8090}},
     "trial-etcd-of-three": {"etcd": {"endpoints": [], "trial": {"enabled": True, "replicas": 3}}},
     "closed-network": {

@@ -136,7 +136,8 @@ def test_every_shard_has_front_ends_schedulers_and_workers_of_its_own(case: Rend
             for each in ours(case.workloads())
             if role(each) == kind
         }
-        assert set(found) == {shard["name"] for shard in case.values["shards"]}
+        everywhere = kind == "frontend" and case.values["frontend"]["allShards"]
+        assert set(found) == ({"*"} if everywhere else {shard["name"] for shard in case.values["shards"]})
     workers = {s["name"]: s["workers"] for s in case.values["shards"]}
     assert {name: each["spec"]["replicas"] for name, each in found.items()} == workers
 
@@ -166,7 +167,8 @@ def test_settings_are_known_and_good(case: Rendered, monkeypatch: pytest.MonkeyP
         assert settings.engine.backend == case.values["worker"]["backend"]
         assert settings.server.drain_timeout_s == case.values[role(workload)]["drainTimeoutSeconds"]
         if role(workload) == "controller":
-            assert make_controller(settings.policy, settings.scheduler) is not None
+            moves = make_controller(settings.policy, settings.scheduler) is not None
+            assert moves or len(case.values["shards"]) > 1  # else it has nothing to do
 
 
 def test_settings_of_a_role_win_over_common_ones() -> None:

@@ -149,7 +149,7 @@ env:
     value: {{ ternary "[$(POD_IP)]" "$(POD_IP)" (eq .root.Values.ipFamily "IPv6") | quote }}
   {{- with .shard }}
   - name: PLASERVE_FLEET__SHARD
-    value: {{ . | quote }}
+    value: {{ ternary "*" . (and (eq $.role "frontend") (dig "allShards" false $.values)) | quote }}
   {{- end }}
   {{- if and .root.Values.etcd.passwordSecret (not .root.Values.etcd.trial.enabled) }}
   {{- range $key := list "username" "password" }}
