@@ -123,6 +123,11 @@ class Uplinks:
         return tuple(name for name, uplink in self._uplinks.items() if uplink.welcome is None)
 
     @property
+    def retired(self) -> bool:
+        """All of them are out of service."""
+        return bool(self._uplinks) and all(shard in self._retired for shard in self._uplinks)
+
+    @property
     def welcome(self) -> Welcome | None:
         """Of some scheduler that is connected now."""
         return next((uplink.welcome for uplink in self._uplinks.values() if uplink.welcome), None)

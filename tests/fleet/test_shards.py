@@ -406,6 +406,22 @@ async def test_a_scheduler_of_a_retired_shard_sends_new_requests_away() -> None:
         balanced(made)
 
 
+async def test_a_front_end_of_retired_shards_only_says_so_at_once_and_ends_what_it_has() -> None:
+    async with fleet(a=1, b=1) as made:
+        only = await made.front_end("fb", ("b",))
+        await until(lambda: not only.runtime.uplinks.down and bool(only.runtime.uplinks.shards))
+        before = asyncio.create_task(read(submit(only, "before", 300, 60)))
+        await until(lambda: bool(made.workers["b0"].servicer.engine.held))
+        await made.memberships[0].retire("b", True, by="me")
+        await until(lambda: only.runtime.uplinks.retired)
+        assert (await read(submit(only, "late")))[1].outcome is Outcome.REJECTED_DRAINING
+        answered([await before])
+        answered([await read(submit(made.front_ends["fe"], "elsewhere"))])
+        await made.memberships[0].retire("b", False, by="me")
+        await until(lambda: not only.runtime.uplinks.retired)
+        answered([await read(submit(only, "again"))])
+
+
 async def test_a_move_that_nobody_carries_out_is_taken_back_and_its_worker_rests() -> None:
     async with fleet(a=4, b=0) as made:
         for worker in made.workers.values():
