@@ -12,7 +12,8 @@ from engines.types import EngineRequest
 from service.core.types import Request
 from service.fleet.membership import FleetSnapshot, Lease, Member, MemberKind, Membership
 from service.fleet.place import Place, join
-from service.fleet.remote_runtime import Hooks, RemoteHandle, RemoteRuntime, RemoteSettings
+from service.fleet.remote_handle import RemoteHandle
+from service.fleet.remote_runtime import Hooks, RemoteRuntime, RemoteSettings
 from service.fleet.scheduler_link import GrpcSchedulerLink, Welcome
 from service.fleet.shards import EVERY_SHARD, address_of, led, scheduled, shard_capacities
 from service.fleet.token_link import TokenLink

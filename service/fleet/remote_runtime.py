@@ -7,9 +7,10 @@ worker that repeats after a break, or a second worker after the first was lost) 
 which they are, and the first one counts.
 
 When the scheduler is lost, what has shown its client no token is sent again, once, to the next one, under
-another wire id, so that late tokens of the first try are nobody's. Everything else ends as UNAVAILABLE,
-which a client may repeat. Without a scheduler requests wait for one for a bounded time, and are then refused
-with advice when to try again.
+another wire id, so that late tokens of the first try are nobody's. Where a worker gave up its engine, answers
+that had begun go on elsewhere (`going_on`). Everything else ends as UNAVAILABLE, which a client may repeat.
+Without a scheduler requests wait for one for a bounded time, and are then refused with advice when to try
+again.
 
 Of several shards a request goes to one, and stays there: a queue is never split. Only where a shard refuses
 it at the door (full, retired, without a worker) or is lost before a token came does it go to the next one of
@@ -23,13 +24,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from engines.types import Capabilities, EngineRequest
 from protos.plaserve.v1 import scheduler_pb2 as pb
+from protos.plaserve.v1.inference_pb2 import LANE_UNSPECIFIED
 from service.core.types import Lane, Outcome, Reason, Request
+from service.fleet.going_on import Prefilled, goes_on, rest_of
+from service.fleet.remote_handle import Attempt, RemoteHandle
 from service.fleet.requests_convert import BadMessage, note_accepted, note_ended, submit_of
 from service.fleet.scheduler_link import SchedulerLink, Welcome
 from service.fleet.uplink import Uplink, Uplinks
@@ -58,49 +62,6 @@ class Hooks:
     token: Callable[[RequestRecord], None] | None = None
     carrier: Callable[[str], Mapping[str, str]] | None = None
     over: Callable[[str], None] = lambda wire_id: None
-
-
-@dataclass(slots=True)
-class _Try:
-    """One attempt at a request. accepted: it joined the queue of the shard. early: tokens that came before
-    those in front of them."""
-
-    wire_id: str
-    uplink: Uplink
-    accepted: bool = False
-    early: dict[int, int] = field(default_factory=dict)
-    ended: pb.RequestEnded | None = None
-
-
-class RemoteHandle:
-    """See `contract.RequestHandle`."""
-
-    def __init__(self, runtime: RemoteRuntime, record: RequestRecord, engine_request: EngineRequest) -> None:
-        self.record = record
-        self.engine_request = engine_request
-        self.attempt: _Try | None = None  # None: waits for a scheduler
-        self.tries = 0  # attempts that were lost, or may be
-        self.refused_by: set[str] = set()  # shards
-        self.sent = False  # to anybody yet
-        self.weight = 0  # in the load of its uplink
-        self.cancelled: bool | None = None  # `finished` of the cancel
-        self.timer: asyncio.TimerHandle | None = None
-        self._runtime = runtime
-        self._queue: asyncio.Queue[Token | Ended] = asyncio.Queue()  # at most max_new_tokens + 1 entries
-
-    async def __aiter__(self) -> AsyncIterator[Token | Ended]:
-        while True:
-            item = await self._queue.get()
-            yield item
-            if isinstance(item, Ended):
-                return
-
-    def cancel(self, *, finished: bool = False) -> None:
-        if self.record.outcome is None:
-            self._runtime.cancel(self, finished)
-
-    def put(self, item: Token | Ended) -> None:
-        self._queue.put_nowait(item)
 
 
 class RemoteRuntime:
@@ -144,7 +105,7 @@ class RemoteRuntime:
         if request.request_id in self._live:
             raise ValueError(f"request id {request.request_id} is already live")
         record = RequestRecord(request)
-        handle = RemoteHandle(self, record, engine_request)
+        handle = RemoteHandle(self.cancel, record, engine_request)
         self._submitted += 1
         self._live[request.request_id] = handle
         for observer in self._observers:
@@ -217,7 +178,7 @@ class RemoteRuntime:
         if handle is None or handle.attempt is None:
             return False
         record, early = handle.record, handle.attempt.early
-        for index, token_id in enumerate(token_ids, start=first_index):
+        for index, token_id in enumerate(token_ids, start=handle.attempt.base + first_index):
             if index >= record.output_tokens and index < record.request.max_new_tokens:
                 early[index] = token_id
         while (token := early.pop(record.output_tokens, None)) is not None:
@@ -253,8 +214,9 @@ class RemoteRuntime:
         if handle is None or handle.attempt is None:
             return  # of a request that has ended here
         if kind == "accepted":
-            note_accepted(handle.record, message.accepted)
-            handle.attempt.accepted = handle.record.lane is not None
+            if not handle.attempt.base:
+                note_accepted(handle.record, message.accepted)
+            handle.attempt.accepted = message.accepted.lane != LANE_UNSPECIFIED
         elif kind == "placed":
             self._placed(message.placed.request_id, message.placed.instance_id)
         elif kind == "tokens":
@@ -271,16 +233,20 @@ class RemoteRuntime:
             if uplink.shard not in handle.refused_by:
                 self._send(handle, uplink)
                 return
-        self._wait(handle)
+        if self.uplinks.retired:
+            outcome = Outcome.UNAVAILABLE if handle.record.output_tokens else Outcome.REJECTED_DRAINING
+            self._end(handle, outcome, Reason.DRAINING, "the shard is retired")
+        else:
+            self._wait(handle)
 
-    def _leave(self, handle: RemoteHandle, attempt: _Try) -> None:
+    def _leave(self, handle: RemoteHandle, attempt: Attempt) -> None:
         """The attempt is over and its request is not."""
         self._weigh(handle, 0)
         self._tries.pop(attempt.wire_id, None)
         handle.attempt = None
         self._hooks.over(attempt.wire_id)
 
-    def _next_shard(self, handle: RemoteHandle, attempt: _Try, ended: pb.RequestEnded) -> bool:
+    def _next_shard(self, handle: RemoteHandle, attempt: Attempt, ended: pb.RequestEnded) -> bool:
         """Whether a request that never joined a queue goes to another shard."""
         if attempt.accepted or handle.cancelled is not None:
             return False
@@ -301,16 +267,21 @@ class RemoteRuntime:
         handle.weight = weight
 
     def _send(self, handle: RemoteHandle, uplink: Uplink) -> None:
-        request = handle.record.request
+        request, engine_request = handle.record.request, handle.engine_request
+        now_s, limits = asyncio.get_running_loop().time(), self.capabilities
+        if handle.tokens and limits is not None:
+            request, engine_request = rest_of(
+                request, engine_request, handle.tokens, limits.block_tokens, now_s
+            )
         wire_id = f"{self._front_end_id}/{next(self._numbers)}/{request.request_id}"
-        handle.attempt = _Try(wire_id, uplink)
-        self._weigh(handle, 1 + request.prompt_tokens)
+        handle.attempt = Attempt(wire_id, uplink, len(handle.tokens))
+        self._weigh(handle, 1 if handle.tokens else 1 + request.prompt_tokens)
         handle.tries += 1
         self._tries[wire_id] = handle
         self._stop_timer(handle)
         self.sent_again += handle.sent
         handle.sent = True
-        submit = submit_of(wire_id, request, handle.engine_request, asyncio.get_running_loop().time())
+        submit = submit_of(wire_id, request, engine_request, now_s)
         if self._hooks.carrier is not None:
             submit.trace_context.update(self._hooks.carrier(request.request_id))
         uplink.send(pb.FrontEndMessage(submit=submit))
@@ -336,16 +307,17 @@ class RemoteRuntime:
         elif record.last_token_s is not None:
             record.itl_s.append(now_s - record.last_token_s)
         record.last_token_s = now_s
+        handle.tokens.append(token_id)
         if self._hooks.token is not None:
             self._hooks.token(record)
         handle.put(Token(token_id))
 
-    def _ended(self, handle: RemoteHandle, attempt: _Try, ended: pb.RequestEnded) -> None:
+    def _ended(self, handle: RemoteHandle, attempt: Attempt, ended: pb.RequestEnded) -> None:
         if self._next_shard(handle, attempt, ended):
             return
         attempt.ended = ended
         self._end_if_whole(handle)
-        if handle.record.outcome is None:
+        if handle.record.outcome is None and handle.attempt is attempt:
             handle.timer = asyncio.get_running_loop().call_later(
                 self._settings.tokens_s, self._tokens_lost, handle
             )
@@ -354,23 +326,42 @@ class RemoteRuntime:
         attempt = handle.attempt
         if attempt is None or attempt.ended is None or handle.record.outcome is not None:
             return
+        going = goes_on(attempt.ended, handle.record, handle.went_on, attempt.base)
+        going = going and handle.cancelled is None
         wants_tokens = attempt.ended.outcome == Outcome.COMPLETED.value and handle.cancelled is None
-        if wants_tokens and handle.record.output_tokens < attempt.ended.output_token_count:
+        missing = attempt.base + attempt.ended.output_token_count - handle.record.output_tokens
+        if (wants_tokens or going) and missing > 0:
             return
         try:
             outcome = note_ended(handle.record, attempt.ended)
+            if handle.prefilled is not None:
+                handle.prefilled.put(handle.record)
         except BadMessage as error:
             log.exception("request %s", handle.record.request.request_id)
             self._end(handle, Outcome.UNAVAILABLE, None, str(error))
             return
+        if going:
+            self._go_on(handle, attempt)
+            return
+        if attempt.base and outcome.name.startswith("REJECTED"):
+            outcome = Outcome.UNAVAILABLE  # it had begun: that is no refusal
         record = handle.record
         self._end(handle, outcome, record.reason, record.detail)
+
+    def _go_on(self, handle: RemoteHandle, attempt: Attempt) -> None:
+        """All of this part of the answer is there; another worker is asked for the rest."""
+        handle.prefilled = Prefilled.of(handle.record)
+        handle.went_on += 1
+        handle.record.reason, handle.record.detail = None, ""
+        self._stop_timer(handle)
+        self._leave(handle, attempt)
+        self._place(handle)
 
     def _tokens_lost(self, handle: RemoteHandle) -> None:
         attempt = handle.attempt
         assert attempt is not None
         assert attempt.ended is not None
-        had, all_of_them = handle.record.output_tokens, attempt.ended.output_token_count
+        had, all_of_them = handle.record.output_tokens, attempt.base + attempt.ended.output_token_count
         what = f"{all_of_them - had} of {all_of_them} tokens did not come"
         self._end(handle, Outcome.UNAVAILABLE, Reason.INSTANCE_LOST, what)
 

@@ -56,6 +56,7 @@ from service.fleet.remote_stream import Broken, ControlStream, Refused, refuses
 
 log = logging.getLogger(__name__)
 
+MOVED = "moved: "  # begins the reason of an engine that was given up for another one
 _NO_STATS = EngineStats(0, 0, 0, 0, 0)
 OpenChannel = Callable[[str], grpc.aio.Channel]
 
@@ -394,4 +395,4 @@ class RemoteWorker:
 
 
 def _failure(failed: pb.InstanceFailed) -> str:
-    return f"{'moved' if failed.moved else 'failed'}: {failed.error}"
+    return f"{MOVED if failed.moved else 'failed: '}{failed.error}"

@@ -53,8 +53,8 @@ class MoveState:
     """One move, at a phase or at its end.
 
     number: of the assignment that asked for it. at_time_s: the worker's time of day when that phase began.
-    seconds: of the phases that are over. cut_off: requests that the bound of the drain took from it; the
-    scheduler runs those again elsewhere that have shown no token.
+    seconds: of the phases that are over. cut_off: requests that the bound of the drain took from it,
+    to run again or go on elsewhere.
     """
 
     number: int

@@ -7,7 +7,7 @@
 Draining: schedulers are asked for nothing new, what is here goes on, for `drain_s` at most. Another role that
 is wanted meanwhile, and that the loaded engine serves, calls the move off: work is taken again at once.
 Unloading: the scheduler hears that the instance is gone, with its KV and its cache. What has not ended runs
-again elsewhere if it has shown no token, and ends else, as when an instance is lost.
+again elsewhere if it has shown no token; an answer that has begun goes on elsewhere (`going_on`).
 Loading, verifying: in a thread, so that leases and heartbeats go on. Whoever calls is told to come again.
 Restoring: the new engine can't be had, so the old one is loaded again; the move failed, with the reason.
 

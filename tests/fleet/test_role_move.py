@@ -12,7 +12,7 @@ from test_processes import books, read, submit, until
 
 from engines.simulated_settings import Behaviour, Fault
 from service.core.reconcile import MoveReason, RoleMove
-from service.core.types import Outcome, Role
+from service.core.types import Outcome, Reason, Role
 from service.fleet.membership import DRAINING
 from service.fleet.role_facts import (
     ENGINES,
@@ -126,27 +126,61 @@ async def test_a_move_is_called_off_while_it_drains() -> None:
         books(made)
 
 
-async def test_the_bound_of_a_drain_gives_back_what_has_shown_no_token() -> None:
+async def test_what_the_bound_of_a_drain_cuts_off_goes_on_elsewhere() -> None:
+    """What has shown no token runs again; an answer that has begun goes on with its next token."""
     async with role_fleet(workers=2, times=MoveSettings(0.3, 20.0)) as made:
         front_end = made.front_ends[FE]
-        reading = [asyncio.create_task(read(submit(front_end, f"r{n}", 60, 250))) for n in range(6)]
-        reading += [asyncio.create_task(read(submit(front_end, f"big{n}", 40_000, 2))) for n in range(4)]
+        handles = [submit(front_end, f"r{n}", 60, 250) for n in range(6)]
+        handles += [submit(front_end, f"big{n}", 40_000, 2) for n in range(4)]
+        reading = [asyncio.create_task(read(handle)) for handle in handles]
         await until(lambda: any("big" in name for name in held(made, "w0")) and len(held(made, "w0")) > 1)
         await made.order("w0", Role.LP)
         move = await made.until_end("w0", MoveEnd.DONE)
         assert move.cut_off > 0
         ended = await asyncio.gather(*reading)
         books(made)
-        outcomes = Counter(record.outcome for _, record in ended)
-        assert outcomes[Outcome.COMPLETED] < 10  # some had begun to answer there
-        for tokens, record in ended:
-            if record.outcome is Outcome.COMPLETED:
-                assert len(tokens) == record.request.max_new_tokens
-            else:
-                assert 0 < len(tokens) < record.request.max_new_tokens
-                assert "role lp" in record.detail
-        assert all(record.outcome is Outcome.COMPLETED for _, record in ended[6:])  # ran again elsewhere
+        assert Counter(record.outcome for _, record in ended) == {Outcome.COMPLETED: 10}
+        for handle, (tokens, record) in zip(handles, ended, strict=True):
+            assert len(tokens) == record.request.max_new_tokens == record.output_tokens
+            if handle.went_on:  # its prompt is counted once, and not the answer that was computed anew
+                assert record.new_tokens + record.history_tokens == record.request.prompt_tokens
+            assert (record.reason, record.detail) == (None, "")
+            assert len(set(record.pass_ids)) == len(record.pass_ids)
+        went_on = sum(handle.went_on for handle in handles)
+        assert went_on > 0
+        core_ended = made.active.gate.reign.scheduler.outcomes
+        assert core_ended == {Outcome.COMPLETED: 10, Outcome.UNAVAILABLE: went_on}
         await until(lambda: not held(made, "w0") and not held(made, "w1"))
+
+
+async def test_an_answer_that_can_go_nowhere_ends_with_what_it_has() -> None:
+    """The only worker loads: nobody takes the rest."""
+    async with role_fleet(workers=1, times=MoveSettings(0.2, 20.0)) as made:
+        handle = submit(made.front_ends[FE], "long", 60, 2000)
+        reading = asyncio.create_task(read(handle))
+        await until(lambda: handle.record.output_tokens > 2)
+        made.shelves["w0"].gate.clear()
+        await made.order("w0", Role.LP)
+        tokens, record = await reading
+        assert (record.outcome, record.reason) == (Outcome.UNAVAILABLE, Reason.NO_INSTANCE)
+        assert 2 < len(tokens) == record.output_tokens < 2000
+        books(made)
+
+
+async def test_an_answer_that_went_on_can_be_cancelled() -> None:
+    async with role_fleet(workers=2, times=MoveSettings(0.2, 20.0)) as made:
+        handle = submit(made.front_ends[FE], "long", 60, 4000)
+        reading = asyncio.create_task(read(handle))
+        await until(lambda: handle.record.output_tokens > 2)
+        await made.order("w0" if held(made, "w0") else "w1", Role.LP)
+        await until(lambda: handle.went_on == 1)
+        before = handle.record.output_tokens
+        await until(lambda: handle.record.output_tokens > before + 2)
+        handle.cancel()
+        tokens, record = await reading
+        assert (record.outcome, len(tokens)) == (Outcome.CANCELLED, record.output_tokens)
+        await until(lambda: not held(made, "w0") and not held(made, "w1"))
+        books(made)
 
 
 def broken(made: RoleFleet, how: str) -> str:
