@@ -163,12 +163,14 @@ class SchedulerServicer:
     async def _read(self, front_end: _FrontEnd, messages: AsyncIterator[pb.FrontEndMessage | None]) -> None:
         """Take what it says. Raises BadMessage."""
         async for message in messages:
-            kind = message.WhichOneof("kind") if message is not None else None
-            if message is None or kind is None:
+            if message is None or not message.ByteSize():
                 raise BadMessage(
                     "kind: these bytes are no plaserve.v1.FrontEndMessage; is it of this release?"
                 )
-            if kind == "hello":
+            kind = message.WhichOneof("kind")
+            if kind is None:
+                log.warning("front end %s says what is not known here; it is ignored", front_end.name)
+            elif kind == "hello":
                 front_end.name = message.hello.front_end_id
             elif not front_end.name:
                 raise BadMessage("hello: must come first")
