@@ -28,11 +28,13 @@ def by_session(session: str, capacities: Mapping[str, float]) -> list[str]:
 def by_load(loads: Mapping[str, float], capacities: Mapping[str, float], random: Random) -> list[str]:
     """All shards in the order in which they are asked: the less loaded of two that are drawn, the other one,
     then the rest from less to more loaded. loads: what is under way there, in the same unit for all."""
-    per_capacity = {shard: loads[shard] / _some(capacities[shard]) for shard in sorted(loads)}
-    draws = {shard: -math.log(1.0 - random.random()) / _some(capacities[shard]) for shard in per_capacity}
-    drawn = sorted(sorted(draws, key=draws.__getitem__)[:2], key=per_capacity.__getitem__)
-    rest = sorted(per_capacity.keys() - drawn, key=lambda shard: (per_capacity[shard], shard))
-    return [*drawn, *rest]
+    draws = {shard: -math.log(1.0 - random.random()) / _some(capacities[shard]) for shard in sorted(loads)}
+    drawn = sorted(draws, key=draws.__getitem__)
+
+    def less(shard: str) -> tuple[bool, float]:
+        return capacities[shard] <= 0.0, loads[shard] / _some(capacities[shard])
+
+    return [*sorted(drawn[:2], key=less), *sorted(drawn[2:], key=less)]
 
 
 def _drawn(session: str, shard: str) -> float:

@@ -72,6 +72,7 @@ class ShardMover:
             assert wanted is not None
             self._target = target
             self._moving = asyncio.create_task(self._move(wanted, target), name=f"to shard {target}")
+            self._moving.add_done_callback(_log_failure)
 
     async def _call_off(self) -> None:
         moving, self._moving = self._moving, None
@@ -121,3 +122,9 @@ class ShardMover:
                 await self._lease.update(shard=here)
         finally:
             self._leaving = False
+
+
+def _log_failure(moving: asyncio.Task[None]) -> None:
+    """Tried again when membership changes."""
+    if not moving.cancelled() and moving.exception() is not None:
+        log.error("the move to another shard failed", exc_info=moving.exception())

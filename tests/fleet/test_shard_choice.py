@@ -71,6 +71,13 @@ def test_the_less_loaded_of_two_is_asked_first_and_all_are_drawn() -> None:
         assert loads[order[0]] / sizes[order[0]] <= loads[order[1]] / sizes[order[1]]
 
 
+def test_a_shard_without_workers_is_asked_last() -> None:
+    sizes, loads = {"a": 0.0, "b": 1.0, "c": 0.0}, {"a": 0.0, "b": 9.0, "c": 1.0}
+    for seed in range(50):
+        assert by_load(loads, sizes, Random(seed))[0] == "b"
+        assert by_session(f"s{seed}", sizes)[0] == "b"
+
+
 def test_two_draws_keep_the_load_even() -> None:
     """Requests that stay: each shard ends with a share near its capacity."""
     random = Random(2)
