@@ -21,7 +21,12 @@ below 0), and only
 
 Demand is what arrives, smoothed. Arriving work is predicted for each request alone, but shorts share passes:
 how many busy seconds a second of such work really takes is learnt from the utilisation of the fleet while
-nobody is far behind. A pool that is forecast (Holt, two periods) to fall behind has that much more backlog.
+nobody is far behind. In a quiet pool every short has a pass of its own, so it looks busy with work that half
+of its instances could do: more than is known already is believed only while those that serve shorts are
+loaded. What is seen counts the more, the more of the work is short.
+
+A pool that is forecast to fall behind has that much more backlog: it is as busy as was seen, and its demand
+will grow as it does now (Holt, two periods).
 
 Utilisation adds to pressure. LAPS prints the opposite sign, which sends busy instances to idle pools; the
 `laps_*` policies keep it.
@@ -49,6 +54,7 @@ FORECAST_PERIODS = 2
 TURNS_MAX = 16  # times the cool-down
 SHARED_AT_FIRST = 0.5  # a guess, until the fleet is seen below saturation
 SATURATED = 0.98  # utilisation of the fleet above which demand can't be seen in it
+LOADED = 0.85  # utilisation of those that serve shorts from which on shorts share passes as they can
 BEHIND_S = 0.25  # backlog of an instance above which it works off old demand
 EVENNESS = 1.1  # by how much a move must make the spread of demand more even
 
@@ -91,6 +97,12 @@ def pool_pressure(pressures: Iterable[float]) -> float:
     return ordered[math.ceil(0.9 * len(ordered)) - 1] if ordered else 0.0
 
 
+def _utilisation(loads: Iterable[InstanceLoad]) -> float:
+    """Mean over instances; 0 for none."""
+    busy = [load.utilisation for load in loads]
+    return sum(busy) / len(busy) if busy else 0.0
+
+
 class Trend:
     """Mean of a series with one value a period, and where it is going (Holt's linear smoothing).
 
@@ -122,6 +134,8 @@ class Demand:
     def __init__(self) -> None:
         self._work = {lane: Trend() for lane in Lane}
         self._request_s = {lane: Trend() for lane in Lane}
+        self._busy = Trend()
+        self._behind = False
         self._shared = SHARED_AT_FIRST  # busy seconds for a predicted second of a short alone
 
     def look(self, fleet: FleetView) -> None:
@@ -131,12 +145,25 @@ class Demand:
             self._work[lane].add(works[lane])
             if rates[lane] > 0.0:
                 self._request_s[lane].add(works[lane] / rates[lane])
-        busy = sum(load.utilisation for load in fleet.instances)
-        short_work = self._work[Lane.SHORT].mean
-        count, backlog_s = len(fleet.instances), sum(load.backlog_s for load in fleet.instances)
-        if short_work > 0.0 and busy < SATURATED * count and backlog_s < BEHIND_S * count:
-            seen = (busy - self._work[Lane.LONG].mean) / short_work
-            self._shared += LEVEL_GAIN * (min(1.0, max(0.05, seen)) - self._shared)
+        self._learn(fleet)
+
+    def _learn(self, fleet: FleetView) -> None:
+        """What a predicted second of a short takes; see the module text."""
+        count = len(fleet.instances)
+        was_behind, backlog_s = self._behind, sum(load.backlog_s for load in fleet.instances)
+        self._behind = backlog_s >= BEHIND_S * count
+        if was_behind or self._behind:  # busy with old demand
+            self._busy = Trend()
+            return
+        self._busy.add(sum(load.utilisation for load in fleet.instances))
+        busy = self._busy.mean
+        short_work, long_work = (self._work[lane].mean for lane in (Lane.SHORT, Lane.LONG))
+        if short_work <= 0.0 or busy >= SATURATED * count:
+            return
+        seen = min(1.0, max(0.05, (busy - long_work) / short_work))
+        loaded = _utilisation(load for load in fleet.instances if load.role is not Role.LP) >= LOADED
+        if loaded or seen < self._shared:
+            self._shared += LEVEL_GAIN * short_work / (short_work + long_work) * (seen - self._shared)
 
     def of(self, lane: Lane) -> float:
         """Busy instances, now."""
@@ -269,8 +296,8 @@ class PressureController:
     def _pressure(self, lane: Lane, pool: list[InstanceLoad]) -> float:
         """Of a pool, with what it is forecast to fall behind within the horizon."""
         target_s = self._target_s(lane)
-        load = self._demand.ahead(lane, FORECAST_PERIODS) / len(pool)
-        coming_s = max(0.0, load - 1.0) * FORECAST_PERIODS * self._knobs.period_s
+        growth = max(0.0, self._demand.ahead(lane, FORECAST_PERIODS) - self._demand.of(lane)) / len(pool)
+        coming_s = max(0.0, _utilisation(pool) + growth - 1.0) * FORECAST_PERIODS * self._knobs.period_s
         return pool_pressure(
             instance_pressure(
                 InstanceLoad(

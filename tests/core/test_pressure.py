@@ -120,6 +120,33 @@ def test_noise_does_not_drive_it(seed: int, short_share: float, load: float) -> 
     assert len(fleet.moves) - settled <= 5
 
 
+def quiet(short: int, long: int, busy: float, long_busy: float = 0.9) -> FleetView:
+    """Pools of 8 whose shorts mostly have a pass of their own: 2.75 predicted seconds a second come of them,
+    and LP has as much as it can do."""
+    loads = [InstanceLoad(f"s{n}", SP, 0.0, 0.0, busy, 1) for n in range(short)]
+    loads += [InstanceLoad(f"l{n}", LP, 0.1, 0.0, long_busy, 1) for n in range(long)]
+    return FleetView(tuple(loads), 125.0, 14.0, 2.75, 4.9, 139)
+
+
+@given(busy=st.lists(st.floats(0.6, 0.84), min_size=80, max_size=80))
+def test_a_pool_that_is_busy_with_small_passes_gets_nobody(busy: list[float]) -> None:
+    """What a quiet pool seems to need is no reason to take an instance from a busier one."""
+    controller = spatial()
+    for period, used in enumerate(busy):
+        assert not controller.step(quiet(2, 6, used), float(period))
+
+
+def test_a_loaded_pool_tells_what_shorts_take() -> None:
+    """Once the short pool is loaded, what its work takes is learnt up as well as down."""
+    demands = []
+    for busy, long_busy in ((0.97, 0.97), (0.9, 0.8)):
+        controller = spatial()
+        for period in range(60):
+            controller.step(quiet(3, 5, busy, long_busy), float(period))
+        demands.append(controller.predicted(8))
+    assert demands[0].pooled_score > demands[1].pooled_score
+
+
 @pytest.mark.parametrize("instances", [4, 8, 16, 64, 200])
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.1), (0.1, 0.9)])
 def test_a_flip_of_the_mix_is_followed(instances: int, before: float, after: float) -> None:
