@@ -16,7 +16,8 @@ from service.fleet.etcd import EtcdStore
 from service.fleet.membership import Member, MemberKind
 from service.fleet.memory import MemoryFleet, MemoryStore
 from service.fleet.settings import FleetSettings
-from service.wiring_fleet import link_of
+from service.settings import FleetOptions, SettingsError
+from service.wiring_fleet import link_of, place_of
 
 
 @pytest.mark.parametrize(
@@ -83,3 +84,25 @@ def test_the_rule_of_hangs_is_the_schedulers(ratio: float, floor_s: float) -> No
         limit_s = max(floor_s, ratio * predicted_s) if ratio else 1e6
         assert link.hang.verdict(predicted_s, 0.99 * limit_s) is not Health.HUNG
         assert (link.hang.verdict(predicted_s, 1.01 * limit_s) is Health.HUNG) is bool(ratio)
+
+
+@pytest.mark.parametrize(
+    ("given", "shards"),
+    [("a", ("a",)), ("a,b", ("a", "b")), (["a", "b"], ("a", "b")), ("*", ("*",)), ("1", ("1",))],
+)
+def test_a_front_end_may_have_several_shards_and_others_one(given: Any, shards: tuple[str, ...]) -> None:
+    options = FleetOptions(shard=given)
+    assert options.shards == shards
+    assert place_of(options, "frontend").shard == ",".join(shards)
+    for kind in ("worker", "scheduler"):
+        if shards in (("a",), ("1",)):
+            assert place_of(options, kind).shard == shards[0]
+        else:
+            with pytest.raises(SettingsError, match=rf"fleet\.shard: a {kind} is of one shard"):
+                place_of(options, kind)
+
+
+@pytest.mark.parametrize("given", ["", "a,", ",a", "a/b", "a,*", [], ["a", 1], "x" * 101])
+def test_a_bad_shard_is_refused_by_name(given: Any) -> None:
+    with pytest.raises(ValidationError, match="shard"):
+        FleetOptions(shard=given)
