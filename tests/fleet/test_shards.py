@@ -195,6 +195,20 @@ async def test_sessions_stay_in_their_shard_and_the_rest_is_spread() -> None:
         balanced(made)
 
 
+async def test_the_load_of_a_shard_is_its_prompts_without_a_token_and_its_requests() -> None:
+    async with fleet(a=1) as made:
+        front_end = made.front_ends["fe"]
+        (uplink,) = front_end.runtime.uplinks._uplinks.values()
+        handles = [submit(front_end, f"r{n}", 300, 300) for n in range(2)]
+        assert uplink.load == 602
+        await until(lambda: all(handle.record.output_tokens for handle in handles))
+        assert uplink.load == 2
+        for handle in handles:
+            handle.cancel()
+        await asyncio.gather(*map(read, handles))
+        assert uplink.load == 0
+
+
 async def test_a_full_shard_is_passed_over_and_when_all_are_full_that_is_said() -> None:
     made = Fleet()
     try:
