@@ -23,7 +23,7 @@ from build_scripts.manifest import bundle_files, make_manifest, read_json
 from build_scripts.plan import Plan, make_plan, probe_profiles
 from build_scripts.progress import Progress, Silent
 from build_scripts.spec import DEFAULT_MODEL, BuildError, BuildSpec, build_spec
-from build_scripts.store import Store, publish
+from build_scripts.store import Store, needs_room, publish
 from build_scripts.verify import verify
 from engines.bundle import (
     CALIBRATION,
@@ -85,11 +85,13 @@ def build(spec: BuildSpec, progress: Progress | None = None, *, force: bool = Fa
                 progress.skip(step.name)
                 continue
             progress.begin(step.name, step.does)
-            progress.end(actions[step.name](store.begin(step.name)))
-            store.commit(step.name, step.key, step.after)
+            with needs_room(step.name, spec.work_dir):
+                progress.end(actions[step.name](store.begin(step.name)))
+                store.commit(step.name, step.key, step.after)
         progress.begin("publish", plan.steps[-1].does)
         files = [*bundle_files(store), store.folder("manifest") / MANIFEST]
-        publish(files, spec.bundle_dir, spec.work_dir)
+        with needs_room("publish", spec.work_dir):
+            publish(files, spec.bundle_dir, spec.work_dir)
         bundle = open_bundle(spec.bundle_dir)
         progress.end(f"{bundle.path} ({bundle.manifest.bundle_id[:12]})")
     return spec.bundle_dir

@@ -11,6 +11,7 @@ One build at a time works in a folder: `lock` waits for the other one, for a bou
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -26,6 +27,7 @@ from engines.bundle import sha256_file
 
 _RECORD = "step.json"
 _LOCK_POLL_S = 0.2
+_ROOM_BYTES_MIN = 1 << 20  # with less left, a library that failed to write has most likely found no room
 
 
 class Store:
@@ -109,6 +111,23 @@ class Store:
 
     def _part(self, step: str) -> Path:
         return self.root / f"{step}.part"
+
+
+@contextmanager
+def needs_room(step: str, folder: Path) -> Iterator[None]:
+    """Around what `step` writes below `folder`. Raises BuildError where the disk was full: the system does
+    not always say of which file, and libraries have errors of their own for it."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        free_bytes = shutil.disk_usage(folder).free
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not is_full and (isinstance(error, OSError) or free_bytes >= _ROOM_BYTES_MIN):
+            raise
+        raise BuildError(
+            f"{step}: no room on the disk of {folder}, {free_bytes / 1e6:.1f} MB are free ({error}); "
+            "make room and build again, it goes on with this step"
+        ) from error
 
 
 def _stamp(path: Path) -> list[int]:
