@@ -58,6 +58,7 @@ class Instance:
         self.state = InstanceState.UP
         self.role = spec.role  # written by the scheduler at RoleChanged
         self.takes_new = True  # requests that hold nothing here yet; `outlier`, dispatcher, `drain` write it
+        self.avoided = False  # somebody waits who is to be tried elsewhere; `elsewhere` writes it
         self.on_trial = False  # its next pass with new requests is the last before it is judged
         self.pricer = Pricer(spec.cost, spec.profiles)
         self.kv = KvBudget(spec.capabilities.kv_blocks_total, spec.capabilities.block_tokens)
@@ -145,11 +146,11 @@ class Instance:
         self.takes_new = True
 
     def may_take(self, tracked: Tracked) -> bool:
-        """Whether the request can run here: not bound elsewhere, no larger than this instance, and bound here
-        already where it takes nothing new."""
+        """Whether the request can run here: not bound elsewhere, no larger than this instance, bound here
+        already where it takes nothing new, and not one that is to be tried elsewhere."""
         if tracked.instance_id is not None:
             return tracked.instance_id == self.instance_id
-        if not self.takes_new:
+        if not self.takes_new or tracked.avoids == self.instance_id:
             return False
         fits = tracked.kv_tokens_max <= self._tokens_max
         return fits and (self._decodes or tracked.request.max_new_tokens == 1)

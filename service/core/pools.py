@@ -5,9 +5,9 @@ serves it: its own role and the mixed, without those that take nothing new.
 
 Instances are filed, so that nobody has to walk over all of them (there may be a thousand): the idle ones by
 group, the busy ones by when they are free. A *group* is idle instances that are alike: same role, same kind
-(capabilities, profiles, cost model), open for new requests and empty: no KV, nothing in parts, nobody who
-waits for this one. What one of them answers to a queue with no cached prefix goes for all (`Wait.alike`).
-The other idle ones are odd, and each is asked for itself.
+(capabilities, profiles, cost model), open for new requests of anybody and empty: no KV, nothing in parts,
+nobody who waits for this one. What one of them answers to a queue with no cached prefix goes for all
+(`Wait.alike`). The other idle ones are odd, and each is asked for itself.
 
 When a busy instance is free is predicted from its passes. One that runs longer than predicted is expected to
 need as long again as it is late, so that nobody waits for ever for an instance that hangs.
@@ -150,6 +150,7 @@ class Pools:
     def _group_of(self, instance: Instance, kind: int) -> Group:
         if (
             not instance.takes_new
+            or instance.avoided
             or instance.partial
             or instance.decode.running
             or instance.kv.blocks_reserved

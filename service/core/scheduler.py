@@ -16,11 +16,10 @@ from collections.abc import Callable, Mapping
 
 from engines.types import ItemResult, PassKind
 from service.core.dispatcher import Dispatcher
-from service.core.intake import Intake
-from service.core.lifecycle import InstanceState, RequestState
-from service.core.outlier import Outliers
-from service.core.policy import Instance, PlacesAnew, PrefillPolicy
-from service.core.prefix_index import PrefixTable
+from service.core.elsewhere import Elsewhere
+from service.core.lifecycle import RequestState
+from service.core.membership import Membership
+from service.core.policy import Instance, PrefillPolicy
 from service.core.settings import LatePolicy, SchedulerSettings
 from service.core.timeouts import Timeout, Timeouts
 from service.core.tracked import Tracked
@@ -59,23 +58,21 @@ class PrefillScheduler:
     def __init__(self, settings: SchedulerSettings, policy: PrefillPolicy) -> None:
         self.settings = settings
         self.policy = policy
-        self.instances: dict[str, Instance] = {}
         self.live: dict[str, Tracked] = {}
         self.submitted = 0
         self.outcomes: Counter[Outcome] = Counter()
         self.accepted_requests = dict.fromkeys(Lane, 0)
         self.accepted_work_s = dict.fromkeys(Lane, 0.0)  # predicted prefill of each alone
         self.draining = False
-        self._prefixes = PrefixTable()
-        self._intake = Intake(settings, self.instances, self._prefixes)
-        self._places = 0  # given to instances so far
         self._unheard: dict[str, str] = {}  # ended while in a pass -> instance
         self._timeouts = Timeouts()
         self._arrivals: list[Tracked] = []  # since the last poll
         self._outbox: list[Command] = []
         self._last = WaitUntil(math.inf, Reason.DEADLINE_PASSED)  # often the same from poll to poll
         self.turns = Turns(settings, policy, Dispatcher(policy, self._emit), self._emit)
-        self.outliers = Outliers(settings)
+        members = self._members = Membership(settings, policy, self.turns, self._look_elsewhere)
+        self.instances, self.outliers = members.instances, members.outliers
+        self._elsewhere = Elsewhere(self.instances, self.turns.touch)
         self._no_instance_since_s = -math.inf
         self._handlers: Mapping[type[Event], Callable[..., None]] = {
             Submit: self._submit,
@@ -84,12 +81,12 @@ class PrefillScheduler:
             PassFinished: self._finished,
             PassFailed: self._failed,
             PassRevoked: self._revoked,
-            InstanceUp: self._instance_up,
+            InstanceUp: members.up,
             InstanceDown: self._instance_down,
-            InstanceDraining: self._instance_draining,
-            InstanceResumed: self._instance_resumed,
-            RoleChanged: self._role_changed,
-            KvChanged: self._kv_changed,
+            InstanceDraining: members.draining,
+            InstanceResumed: members.resumed,
+            RoleChanged: members.role_changed,
+            KvChanged: members.kv_changed,
             DrainBegan: self._drain_began,
         }
 
@@ -143,9 +140,9 @@ class PrefillScheduler:
             raise ValueError(f"request id {request.request_id} is already live")
         self.submitted += 1
         tracked = (
-            self._intake.closed(request)
+            self._members.intake.closed(request)
             if self.draining
-            else self._intake.admit(request, self.policy, self.submitted, now_s)
+            else self._members.intake.admit(request, self.policy, self.submitted, now_s)
         )
         if isinstance(tracked, Reject):
             self.outcomes[tracked.outcome] += 1
@@ -238,8 +235,9 @@ class PrefillScheduler:
         if instance is None or flight is None:
             return
         completes = flight.pass_.completes
+        self._elsewhere.look()
         if self.outliers.ran(instance, flight, event.result, now_s):
-            self._closed(instance, now_s)
+            self._members.closed(instance, now_s)
         instance.busy_s += event.result.elapsed_s
         decode = event.result.kind is PassKind.DECODE
         (instance.decode.ran_step if decode else instance.decode.ran_prefill)(event.result.elapsed_s)
@@ -297,7 +295,7 @@ class PrefillScheduler:
             return
         instance.busy_s += now_s - min(now_s, flight.start_s)
         if self.outliers.failed(instance, now_s):
-            self._closed(instance, now_s)
+            self._members.closed(instance, now_s)
         for request_id in dict.fromkeys([*event.lost, *(i.request_id for i in flight.pass_.items)]):
             tracked = self.live.get(request_id)
             if tracked is None:
@@ -348,6 +346,8 @@ class PrefillScheduler:
         instance.partial.pop(tracked.request_id, None)
         self._free(instance, tracked.request_id, reason)
         tracked.instance_id, tracked.position = None, 0
+        if reason is Reason.PASS_FAILED:
+            self._elsewhere.failed(tracked, instance)
         tracked.move(RequestState.QUEUED)
         self._bound_age(tracked, now_s)
         self.policy.add(tracked, now_s, arrival=False)
@@ -359,28 +359,10 @@ class PrefillScheduler:
 
     # --- instances ---
 
-    def _instance_up(self, event: InstanceUp, now_s: float) -> None:
-        instance_id = event.spec.instance_id
-        if instance_id in self.instances:
-            raise ValueError(f"instance {instance_id} is already up")
-        self._places += 1
-        instance = Instance(event.spec, self.settings, self._places, self._prefixes)
-        self.instances[instance_id] = instance
-        self._intake.changed()
-        self.turns.touch(instance)
-        self.outliers.joined(instance)
-        self.policy.instance_up(instance, now_s)
-
     def _instance_down(self, event: InstanceDown, now_s: float) -> None:
-        instance = self.instances.pop(event.instance_id, None)
+        instance = self._members.down(event.instance_id, now_s)
         if instance is None:
             return
-        instance.prefix.forget()
-        self._intake.changed()
-        self.turns.left(instance)
-        for needed in self.outliers.left(instance):
-            self.turns.touch(needed)
-        self.policy.instance_down(instance, now_s)
         self._unheard = {r: i for r, i in self._unheard.items() if i != event.instance_id}
         self._no_instance_since_s = now_s
         mine = [t for t in self.live.values() if t.instance_id == event.instance_id]
@@ -389,36 +371,8 @@ class PrefillScheduler:
         gone = event.instance_id  # nothing that is still to be said reaches it
         self._outbox = [c for c in self._outbox if getattr(c, "instance_id", None) != gone]
 
-    def _instance_draining(self, event: InstanceDraining, now_s: float) -> None:
-        instance = self.instances.get(event.instance_id)
-        if instance is not None and instance.state is InstanceState.UP:
-            instance.drain()
-            self.turns.touch(instance)
-            for needed in self.outliers.left(instance):
-                self.turns.touch(needed)
-            self._closed(instance, now_s)
-
-    def _instance_resumed(self, event: InstanceResumed, now_s: float) -> None:
-        instance = self.instances.get(event.instance_id)
-        if instance is not None and instance.state is InstanceState.DRAINING:
-            instance.resume()
-            self.outliers.joined(instance)
-            self.turns.touch(instance)
-
-    def _closed(self, instance: Instance, now_s: float) -> None:
-        """The instance takes nothing new, for a while (`outlier`) or until it leaves."""
-        if isinstance(self.policy, PlacesAnew):
-            self.policy.closed(instance, now_s)
-
-    def _role_changed(self, event: RoleChanged, now_s: float) -> None:
-        instance = self.instances.get(event.instance_id)
-        if instance is not None:
-            instance.role = event.role
-            self.turns.touch(instance)
-
-    def _kv_changed(self, event: KvChanged, now_s: float) -> None:
-        if event.instance_id in self.instances:
-            self.instances[event.instance_id].prefix.apply(event.events)
+    def _look_elsewhere(self) -> None:
+        self._elsewhere.look()
 
     def _drain_began(self, event: DrainBegan, now_s: float) -> None:
         self.draining = True

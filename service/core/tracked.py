@@ -19,6 +19,7 @@ class Tracked:
     target_s: absolute time by which the first token is due; inf without a target.
     service_s: predicted seconds of its whole prefill alone, at admission (for the latest useful start).
     waiting_since_s: arrival, or the end of its last pass; ageing counts from here.
+    avoids: the instance that failed it, while another one can take it (`elsewhere`).
     request_id, kv_tokens_max: kept beside the request, because they are read many times a pass.
     """
 
@@ -34,6 +35,7 @@ class Tracked:
     generated: int = 0
     last_token_s: float = -math.inf
     failures: int = 0
+    avoids: str | None = None
     request_id: str = field(init=False)
     kv_tokens_max: int = field(init=False)  # KV tokens that the request may come to hold
 

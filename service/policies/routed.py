@@ -197,7 +197,7 @@ class Routed:
     def _routed(self, tracked: Tracked, now_s: float) -> Station | None:
         stations = self._up
         self._closed = {name for name in self._closed if not self._stations[name].instance.takes_new}
-        if len(self._kinds) > 1 or self._closed:
+        if len(self._kinds) > 1 or self._closed or tracked.avoids is not None:
             stations = [station for station in stations if station.instance.may_take(tracked)]
         elif stations and not stations[0].instance.may_take(tracked):
             return None

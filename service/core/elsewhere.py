@@ -1,0 +1,58 @@
+"""A pass that failed is run again elsewhere: a request that must begin anew is kept from the instance that
+failed it, while another one that takes new requests and prefers its lane could have it.
+
+Whatever failed there may fail again, and a request has one more try. Where nobody else can take it, or nobody
+else can any more, it is anybody's: better there than nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from service.core.lifecycle import RequestState
+from service.core.policy import Instance
+from service.core.pools import serves
+from service.core.tracked import Tracked
+
+
+class Elsewhere:
+    """Writes `Tracked.avoids` and `Instance.avoided`. instances: those that are up, the scheduler's.
+    touch: told of an instance that is to be asked anew."""
+
+    def __init__(self, instances: Mapping[str, Instance], touch: Callable[[Instance], None]) -> None:
+        self._instances = instances
+        self._touch = touch
+        self._kept: dict[str, Tracked] = {}  # few: those that failed and have not begun again
+
+    def failed(self, tracked: Tracked, instance: Instance) -> None:
+        """`tracked` lost its KV in a pass there and is bound to nobody now. Before it is queued again."""
+        if self._another(tracked, instance.instance_id):
+            tracked.avoids = instance.instance_id
+            self._kept[tracked.request_id] = tracked
+            instance.avoided = True
+
+    def look(self) -> None:
+        """Something began or ended, an instance came, left or changed: who has no other any more is
+        anybody's. Before policies place anew."""
+        if not self._kept:
+            return
+        before = {tracked.avoids for tracked in self._kept.values()}
+        for name, tracked in list(self._kept.items()):
+            if not self._waits(tracked) or not self._another(tracked, tracked.avoids or ""):
+                tracked.avoids = None
+                del self._kept[name]
+        for avoided in before.difference(tracked.avoids for tracked in self._kept.values()):
+            instance = self._instances.get(avoided or "")
+            if instance is not None:
+                instance.avoided = False
+                self._touch(instance)
+
+    def _another(self, tracked: Tracked, failed_on: str) -> bool:
+        return any(
+            instance.may_take(tracked) and serves(instance, tracked.lane)
+            for name, instance in self._instances.items()
+            if name != failed_on
+        )
+
+    def _waits(self, tracked: Tracked) -> bool:
+        return tracked.state is not RequestState.ENDED and tracked.instance_id is None

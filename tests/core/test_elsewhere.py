@@ -1,0 +1,92 @@
+"""A pass that failed is run again elsewhere, where there is an elsewhere; and nobody is stuck for it."""
+
+from __future__ import annotations
+
+import pytest
+from fleet_helpers import Fleet
+from helpers import request, spec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.core.invariants import check
+from service.core.pools import serves
+from service.core.settings import SchedulerSettings
+from service.core.types import InstanceDraining, Outcome, PassFailed, Role
+from service.policies import POLICIES
+
+KNOBS = SchedulerSettings(outlier_ratio=0.0)  # ejection has laws of its own
+
+
+def fail(fleet: Fleet, name: str) -> tuple[str, ...]:
+    """The pass that runs there fails with all KV of its requests; who was in it."""
+    pass_ = fleet.running.pop(name)
+    ids = tuple(item.request_id for item in pass_.items)
+    for request_id in ids:
+        fleet.started.pop(request_id, None)
+    fleet.scheduler.on_event(PassFailed(name, pass_.pass_id, ids, "injected"), fleet.now_s)
+    fleet.poll()
+    return ids
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(
+    st.integers(2, 4),
+    st.lists(st.integers(1, 600), min_size=1, max_size=12),
+    st.integers(0, 3),
+    st.sampled_from([None, Role.SP, Role.LP]),
+)
+def test_a_retry_goes_to_another_instance(
+    policy: str, count: int, prompts: list[int], which: int, role: Role | None
+) -> None:
+    """Law: while another instance of its pool takes new requests, none begins anew where its pass failed."""
+    names = [f"i{n}" for n in range(count)]
+    roles = dict(zip(names, [role] * count, strict=True)) if role is not None else {}
+    fleet = Fleet([spec(name) for name in names], roles, KNOBS, policy)
+    fleet.submit(*(request(f"r{n}", tokens, 0.0) for n, tokens in enumerate(prompts)))
+    for _ in range(40):
+        if fleet.running:
+            break
+        assert fleet.wake_s is not None
+        fleet.wait_until(fleet.wake_s)
+    failed_on = sorted(fleet.running)[which % len(fleet.running)]
+    others = [one for name, one in fleet.scheduler.instances.items() if name != failed_on]
+    lanes = {name: tracked.lane for name, tracked in fleet.scheduler.live.items()}
+    lost = fail(fleet, failed_on)
+    check(fleet.scheduler)
+    fleet.run_out()
+    again = {name: fleet.started[name][1] for name in lost}
+    assert not [n for n, where in again.items() if where == failed_on and serves(others[0], lanes[n])]
+    assert not fleet.scheduler.instances[failed_on].avoided
+    assert fleet.scheduler.outcomes == {Outcome.COMPLETED: len(prompts)}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("ends", ["down", "draining", "alone", "too small"])
+def test_without_another_instance_it_runs_where_it_failed(policy: str, ends: str) -> None:
+    other = spec("i1", blocks=2 if ends == "too small" else 512)
+    specs = [spec("i0"), *([other] if ends != "alone" else [])]
+    fleet = Fleet(specs, None, KNOBS, policy)
+    fleet.submit(request("r", 200, 0.0))
+    while not fleet.running:
+        assert fleet.wake_s is not None
+        fleet.wait_until(fleet.wake_s)
+    (failed_on,) = fleet.running
+    others = [name for name in fleet.scheduler.instances if name != failed_on]
+    for name in others if ends in ("down", "draining") else ():
+        for n in range(9):  # it is busy when the request comes back, and gone before it is free
+            fleet.submit(request(f"busy{n}", 300, fleet.now_s))
+            while name not in fleet.running and fleet.wake_s is not None:
+                fleet.wait_until(fleet.wake_s)
+        if name not in fleet.running:
+            pytest.skip(f"{policy} sends nothing to {name}")
+    fail(fleet, failed_on)
+    for name in others:
+        if ends == "down":
+            fleet.down(name)
+        elif ends == "draining":
+            fleet.scheduler.on_event(InstanceDraining(name), fleet.now_s)
+            fleet.poll()
+    check(fleet.scheduler)
+    fleet.run_out()
+    assert fleet.started["r"][1] == failed_on
+    assert "r" not in fleet.scheduler.live
