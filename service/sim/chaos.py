@@ -195,6 +195,8 @@ def _plan_fault(
             at(front.role, name, fault.how)
         case "stall":
             at(front.stall, for_s)
+        case "drain":
+            at(cluster.drain, name, for_s, fault.how == "leaves")
         case "controller" if steps is not None:
             at(steps.away, for_s)
         case _:

@@ -24,6 +24,8 @@ from service.sim.cluster import FrontEnd as Hears
 
 KILLED_S = 10.0  # a pass that hangs this long is killed by whoever watches the process itself
 BACK_S = 1.0  # from a kill to the next start
+LEAVE_LOOK_S = 0.02
+DRAIN_S_MAX = 5.0  # then it leaves with whatever it holds
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +41,10 @@ class Session(Process):
 class ChaosHears(Hears, Protocol):
     def cache_known(self, process: Process, events: tuple[KvEvent, ...]) -> None: ...
 
+    def draining(self, process: Process) -> None: ...
+
+    def resumed(self, process: Process) -> None: ...
+
 
 class ChaosCluster(Cluster):
     def __init__(
@@ -53,6 +59,7 @@ class ChaosCluster(Cluster):
         self._hangs = {f"i{n}": _windows(faults, "hang", n) for n in range(instances)}
         self._repeats = {f"i{n}": _windows(faults, "repeat", n) for n in range(instances)}
         self._names: dict[str, SimInstance] = {}
+        self._draining: dict[str, object] = {}  # instance -> engine of the process that drains
 
     # --- what the schedule does ---
 
@@ -66,6 +73,48 @@ class ChaosCluster(Cluster):
         self._end(name, "the process was killed")
         if for_s is not None:
             self._agenda.at(self._agenda.now_s + for_s, self._start, self._names[name])
+
+    def drain(self, name: str, for_s: float, leaves: bool) -> None:
+        session = self._session(name)
+        if session is None or name in self._draining:
+            return
+        self._draining[name] = session.model
+        self._say(self._hears.draining, session)
+        now_s = self._agenda.now_s
+        if leaves:
+            self._agenda.at(now_s + LEAVE_LOOK_S, self._leave, name, session.model, now_s, for_s)
+        else:
+            self._agenda.at(now_s + for_s, self._resume, name, session.model)
+
+    def _resume(self, name: str, engine: object) -> None:
+        if self._drains(name, engine):
+            del self._draining[name]
+            session = self._session(name)
+            assert session is not None
+            self._say(self._hears.resumed, session)
+
+    def _leave(self, name: str, engine: object, since_s: float, for_s: float) -> None:
+        """Once nothing is here, and what was sent before the scheduler knew has come."""
+        if not self._drains(name, engine):
+            return
+        session, waited_s = self._session(name), self._agenda.now_s - since_s
+        assert session is not None
+        quiet = session.slot.running is None and not session.model.stats().requests_live
+        if waited_s < DRAIN_S_MAX and (not quiet or waited_s <= 2.0 * self._link_s or name in self._cut):
+            at_s = self._agenda.now_s + LEAVE_LOOK_S
+            self._agenda.at(at_s, self._leave, name, engine, since_s, for_s)
+            return
+        del self._draining[name]
+        self.die(name, for_s)
+
+    def _drains(self, name: str, engine: object) -> bool:
+        """Whether that process still is there to drain."""
+        session = self._session(name)
+        if session is not None and session.model is engine and self._draining.get(name) is engine:
+            return True
+        if self._draining.get(name) is engine:
+            del self._draining[name]
+        return False
 
     def cut(self, name: str, how: str) -> None:
         if name in self._cut:
@@ -161,6 +210,8 @@ class ChaosCluster(Cluster):
             self._front.up(fresh)
         else:
             self._say(self._front.up, fresh)
+        if self._draining.get(name) is fresh.model:
+            self._say(self._hears.draining, fresh)  # the next scheduler hears it too
         if self._cached[name]:
             self._say(self._hears.cache_known, fresh, (BlocksStored(tuple(self._cached[name])),))
 

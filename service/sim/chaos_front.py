@@ -16,6 +16,7 @@ from collections.abc import Callable
 from engines.base import PassError
 from engines.types import KvEvent, Pass, PassResult
 from service.core.fleet_view import observe, totals
+from service.core.lifecycle import InstanceState
 from service.core.progress import ProgressWatch
 from service.core.reconcile import Controller
 from service.core.scheduler import PrefillScheduler
@@ -23,6 +24,8 @@ from service.core.types import (
     Dispatch,
     Event,
     InstanceDown,
+    InstanceDraining,
+    InstanceResumed,
     KvChanged,
     Lane,
     Outcome,
@@ -216,6 +219,16 @@ class ChaosFront(Front):
         if self._current(process):
             self.emit(KvChanged(process.instance_id, events))
 
+    def draining(self, process: Process) -> None:
+        if self._current(process):
+            self.disturbed_s = self.agenda.now_s
+            self.emit(InstanceDraining(process.instance_id))
+
+    def resumed(self, process: Process) -> None:
+        if self._current(process):
+            self.disturbed_s = self.agenda.now_s
+            self.emit(InstanceResumed(process.instance_id))
+
     def _is_fresh(self, process: Process, pass_id: int) -> bool:
         sent_s = self._under_way.pop((process.number, pass_id), None)
         if sent_s is None or not self._current(process):
@@ -243,8 +256,18 @@ class ChaosFront(Front):
 
     def _dispatch(self, command: Dispatch) -> None:
         process = self._known[command.instance_id]
+        if self.scheduler.instances[command.instance_id].state is InstanceState.DRAINING:
+            self._check_drained(command.pass_, process)
         self._under_way[process.number, command.pass_.pass_id] = self.agenda.now_s
         super()._dispatch(command)
+
+    def _check_drained(self, pass_: Pass, process: Process) -> None:
+        """An instance that drains is sent nothing new."""
+        for item in pass_.items:
+            record = self._records.get(item.request_id)
+            assert record is None or record.known_on == process.number, (
+                f"{process.instance_id} drains and is sent {item.request_id}"
+            )
 
     def _end(self, request_id: str, outcome: Outcome, reason: Reason | None = None) -> None:
         assert self._records[request_id].outcome is None, f"{request_id} is answered twice"

@@ -15,6 +15,8 @@ Faults, all in virtual seconds:
     restart     the scheduler is gone, and back after `for_s` without memory; workers keep their KV
     controller  it does not look for `for_s`
     role        somebody gives the instance the role `how`
+    drain       the worker wants nothing new; it leaves when what it holds has ended, and a new one with an
+                empty cache comes after `for_s` (`how` leaves), or it goes on as before after `for_s` (stays)
     stall       everything in the process stands still for `for_s`; then the clock has jumped
 """
 
@@ -31,8 +33,8 @@ from service.core.types import Role
 POLICIES = ("plaserve", "fcfs", "laps_slides")
 MODES = ("temporal", "spatial")
 ENGINES = ("packed", "small_cpu", "trtllm_like")
-KINDS = ("die", "hang", "slow", "fail", "cut", "repeat", "restart", "controller", "role", "stall")
-_WEIGHTS = (3, 2, 3, 3, 3, 1, 1, 1, 2, 1)
+KINDS = ("die", "hang", "slow", "fail", "cut", "repeat", "restart", "controller", "role", "stall", "drain")
+_WEIGHTS = (3, 2, 3, 3, 3, 1, 1, 1, 2, 1, 2)
 REQUESTS_MAX = 500
 
 
@@ -159,5 +161,6 @@ def _fault(rng: random.Random, instances: int, span_s: float) -> ChaosFault:
         "controller": ChaosFault(kind, at_s, for_s=brief_s * 5),
         "role": ChaosFault(kind, at_s, number, how=rng.choice([role.value for role in Role])),
         "stall": ChaosFault(kind, at_s, for_s=brief_s * rng.choice((1.0, 10.0))),
+        "drain": ChaosFault(kind, at_s, number, brief_s, how=rng.choice(("leaves", "stays"))),
     }
     return make[kind]

@@ -7,14 +7,16 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
 from service.core.kv_budget import KvBudget
-from service.core.lifecycle import RequestState
+from service.core.lifecycle import InstanceState, RequestState
 from service.core.outlier import Outliers
+from service.core.policy import Instance
 from service.core.scheduler import PrefillScheduler
 from service.core.timeouts import Timeouts
 from service.sim import chaos
@@ -174,6 +176,22 @@ def test_repeated_results_are_heard_once() -> None:
     ended, report = outcomes(ChaosFault("repeat", 0.0, 0, for_s=9.0))
     assert ended == {"COMPLETED": 30}
     assert report.stale > 10
+
+
+@pytest.mark.parametrize("how", ["leaves", "stays"])
+def test_a_drain_costs_nobody_anything(how: str) -> None:
+    """Also where the link is slow: what was sent before the scheduler knew is ended first."""
+    for link_s in (0.0, 0.004):
+        schedule = replace(small(ChaosFault("drain", 0.2, 0, for_s=0.5, how=how)), link_s=link_s)
+        report = run_schedule(schedule)
+        assert not report.error
+        assert report.outcomes == {"COMPLETED": 30}
+
+
+def test_a_drain_that_is_not_heeded_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = small(ChaosFault("drain", 0.2, 0, for_s=0.5, how="stays"))
+    monkeypatch.setattr(Instance, "drain", lambda one: setattr(one, "state", InstanceState.DRAINING))
+    assert "drains and is sent" in run_schedule(schedule).error
 
 
 def test_a_scheduler_that_restarts_is_sent_again_what_had_emitted_nothing() -> None:
