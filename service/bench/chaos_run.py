@@ -45,7 +45,7 @@ PORT = 7000  # of a process that has an address of its own
 @dataclass(slots=True)
 class Report:
     """What a run came to. broken: the laws that it broke. recovered_s: after the last heal, until all was
-    well; None: never. wait_s_max: the longest that a request without a deadline took."""
+    well; None: never. waited_for: what was the last to come. wait_s_max: the longest that a request without a deadline took."""
 
     seed: int
     broken: list[str] = field(default_factory=list)
@@ -53,6 +53,7 @@ class Report:
     left_out: list[str] = field(default_factory=list)
     endings: dict[str, int] = field(default_factory=dict)
     recovered_s: float | None = None
+    waited_for: list[str] = field(default_factory=list)
     wait_s_max: float = 0.0
     epochs: int = 0
     seconds: float = 0.0
@@ -136,6 +137,7 @@ async def _recover(run: _Run) -> None:
         if not missing and took_s <= RECOVER_S_MAX:
             run.report.recovered_s = took_s
             return
+        run.report.waited_for = missing
         if took_s > RECOVER_S_MAX:
             why = "; ".join(missing) or "too late"
             run.report.broken.append(f"{took_s:.1f} s after the last heal: {why}")

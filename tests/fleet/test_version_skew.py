@@ -159,7 +159,7 @@ async def test_a_fleet_of_mixed_releases_answers_moves_drains_and_fails_over(
             tokens, record = await read(submit(front_end, "last", 50, 3))
             assert (record.outcome, len(tokens)) == (Outcome.COMPLETED, 3)
         books(made)
-    assert set(KINDS) == set(Skewed.heard)
+        await until(lambda: set(KINDS) == set(Skewed.heard))
 
 
 async def test_what_a_later_front_end_says_is_ignored_and_its_requests_go_on() -> None:
