@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.blocks import chain_hashes
@@ -19,6 +19,7 @@ IDS = st.lists(st.integers(3, 40_000), min_size=1, max_size=80)
 BLOCK = 32
 
 
+@settings(max_examples=40)
 @given(IDS, IDS, st.integers(1, 50), st.sampled_from([0.0, 0.7]))
 def test_prompt_and_answer_stay_the_same_together(
     prompt: list[int], answer: list[int], left: int, temperature: float

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_controller import Rig, Scripted, load, rig, view
 
@@ -186,7 +186,7 @@ async def test_a_failed_move_is_taken_back_at_once_and_the_next_one_rests() -> N
     scripted = Scripted(to_lp("a"))
     controller = made.controller(lambda: scripted)
     ordered_s: list[float] = []
-    for failures in range(1, 5):
+    for failures in range(1, 4):
         while made.wanted.get("a") is not Role.LP:
             await controller.round(None)
             await made.settle()
@@ -240,6 +240,7 @@ _STATES = st.builds(
 )
 
 
+@settings(max_examples=40)
 @given(_STATES, st.lists(_STATES, max_size=3))
 def test_what_is_told_comes_back(state: MoveState, others: list[MoveState]) -> None:
     facts = json.loads(json.dumps({MOVE: state.told(), MOVES: [one.told() for one in others]}))

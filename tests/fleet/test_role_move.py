@@ -295,7 +295,7 @@ async def test_heartbeats_and_leases_go_on_while_it_loads() -> None:
         shelf.gate.clear()
         await made.order("w0", Role.LP)
         await made.until_phase("w0", MovePhase.LOADING)
-        await until(lambda: move_of(made.facts("w0")) is not None)
+        await until(lambda: getattr(move_of(made.facts("w0")), "at", None) is MovePhase.LOADING)
         move = move_of(made.facts("w0"))
         assert (move.at, move.from_role, move.to_role) == (MovePhase.LOADING, Role.MIXED, Role.LP)
         assert made.workers["w0"].servicer.engine.works
