@@ -36,10 +36,12 @@ from service.bench.fleet_plan import (
 from service.bench.fleet_rig import RigSettings
 from service.bench.loadgen import Ending, Observation
 from service.bench.workload import Label, PlannedRequest, Prompt
+from service.core.pressure import PressureSettings
 from service.core.reconcile import Controller
 from service.core.scheduler import PrefillScheduler
 from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec, Outcome, Request, Role
+from service.fleet.load import LOOK_S_MAX
 from service.policies import make_controller, make_scheduler
 from service.rpc.text import ByteCodec
 from service.settings import load_settings
@@ -73,6 +75,12 @@ class Scenario:
 
 
 def scenario_of(settings: DemoSettings) -> Scenario:
+    """Raises ValueError for a scale at which a fleet would take each look of its controller for the first."""
+    if not PressureSettings().period_s * settings.scale < LOOK_S_MAX:
+        bound = LOOK_S_MAX / PressureSettings().period_s
+        raise ValueError(
+            f"scale must be below {bound:g}, got {settings.scale}: the controller looks too rarely"
+        )
     return Scenario(settings, phases_of(settings), plan_of(settings), rig_settings(settings))
 
 

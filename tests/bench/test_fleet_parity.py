@@ -115,6 +115,11 @@ def test_a_digest_is_of_all_that_is_sent_and_told(scenario: Scenario) -> None:
     assert len({other.digest for other in [scenario, *others]}) == 1 + len(others)
 
 
+def test_a_scale_at_which_the_fleet_sees_only_first_looks_is_refused() -> None:
+    with pytest.raises(ValueError, match="scale must be below 10, got 12"):
+        scenario_of(replace(SETTINGS, scale=12.0))
+
+
 # --- conditions ---
 
 
