@@ -16,11 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 
 from service.cli.failures import fail
+from service.cli.lab_controllers import controllers
+from service.cli.tables import rich_table
 from service.sim.cache import DEFAULT_DIRECTORY, Cache
 from service.sim.estimate import estimate
 from service.sim.exhibits.catalog import EXHIBITS
 from service.sim.exhibits.exhibit import Exhibit, Table
-from service.sim.exhibits.markdown import cell_text
 from service.sim.page import lab_json, write_page
 from service.sim.suite import Suite, load_suite, suite_names
 from service.sim.suite_report import (
@@ -70,10 +71,10 @@ def run(
     console = Console(highlight=False)
     for level in levels(summary):
         brief = _columns(case_table(summary, level), BRIEF_CASE)
-        console.print(_table(brief, f"Goodput at {float(level):.0%}, requests/s (simulated)"))
-        console.print(_table(policy_table(summary, level), "Geometric means over the cases"))
+        console.print(rich_table(brief, f"Goodput at {float(level):.0%}, requests/s (simulated)"))
+        console.print(rich_table(policy_table(summary, level), "Geometric means over the cases"))
     console.print(
-        _table(_columns(reference_table(summary), BRIEF_RATE), "At a common rate, in time and TTFT")
+        rich_table(_columns(reference_table(summary), BRIEF_RATE), "At a common rate, in time and TTFT")
     )
     for skipped in result.skipped:
         console.print(f"skipped {skipped.case}: {skipped.why}", style="yellow", markup=False)
@@ -97,7 +98,7 @@ def exhibits(
     """The published tables beside ours, printed."""
     console = Console(highlight=False)
     for exhibit in _exhibits(names or tuple(EXHIBITS)):
-        console.print(_table(exhibit.table, f"{exhibit.title} ({exhibit.kind})"))
+        console.print(rich_table(exhibit.table, f"{exhibit.title} ({exhibit.kind})"))
         console.print(f"Published: {exhibit.published}", markup=False)
         console.print(exhibit.reading + "\n", markup=False)
 
@@ -205,20 +206,11 @@ def _columns(table: Table, wanted: Sequence[str]) -> Table:
     return Table(tuple(wanted), tuple(tuple(row[n] for n in numbers) for row in table.rows))
 
 
-def _table(table: Table, title: str) -> RichTable:
-    shown = RichTable(title=title, title_justify="left", box=box.ROUNDED, header_style="bold")
-    for number, column in enumerate(table.columns):
-        text = any(isinstance(row[number], str) for row in table.rows)
-        shown.add_column(column, justify="left" if text else "right")
-    for row in table.rows:
-        shown.add_row(*(cell_text(cell) for cell in row))
-    return shown
-
-
 def register(app: typer.Typer) -> None:
     lab = typer.Typer(no_args_is_help=True, help="Simulate: suites of cases, published tables, their page.")
     lab.command()(run)
     lab.command()(suites)
     lab.command()(exhibits)
+    lab.command()(controllers)
     lab.command()(page)
     app.add_typer(lab, name="lab")

@@ -131,7 +131,7 @@ class _CaseRun:
             self._total += len(case.seeds) + (len(policies) if settings.tuning else 0)
         self._code = {policy: source_digest(_CODE, policy) for policy in policies}
         self._code[""] = source_digest(_CODE)
-        self._plain_case = _plain_case(case)
+        self._plain_case = plain_case(case)
 
     def result(self) -> CaseResult:
         bounds: list[SeedBounds] = []
@@ -253,7 +253,7 @@ class _CaseRun:
         )
 
 
-def _plain_case(case: Case) -> Mapping[str, object]:
+def plain_case(case: Case) -> Mapping[str, object]:
     """All of a case that its runs depend on: the engine and the traces themselves, not their names."""
     plain: dict[str, object] = {
         key: value for key, value in asdict(case).items() if key not in ("name", "seeds", "rates_per_s")

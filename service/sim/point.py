@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
+from service.core.reconcile import Controller
 from service.core.types import Lane
 from service.policies.registry import make_controller, make_scheduler
 from service.sim.case import Case
@@ -54,11 +55,12 @@ def run_with_records(
     load: Load | None = None,
     sample_s: float | None = None,
     static: bool = False,
+    controller: Controller | None = None,
     keep_log: bool = False,
 ) -> tuple[PointFigures, SimResult | None]:
     """The same, with the run itself, for plots; None where nothing could be scored and so nothing was run.
 
-    sample_s, keep_log: of the kernel.
+    controller: a fresh one instead of the policy's own. sample_s, keep_log: of the kernel.
     """
     load = load or Load(case, metric, seed)
     above = rate_per_s is not None and rate_per_s > load.rate_max_per_s * (1.0 + 1e-9)
@@ -69,13 +71,15 @@ def run_with_records(
         return unscored_point(rate_per_s, seed), None
     watch = Watch(plan, level, decodes=case.decodes)
     settings = case.scheduler_settings()
+    if controller is None and not static:
+        controller = make_controller(policy, settings)
     result = run(
         make_scheduler(policy, settings),
         case.sim_instances(),
         load.source(plan),
         until_s=plan.until_s,
         link_s=case.link_s,
-        controller=None if static else make_controller(policy, settings),
+        controller=controller,
         observer=watch,
         keep_log=keep_log,
         sample_s=sample_s,

@@ -87,7 +87,7 @@ class SeedScore:
 
 def bound_seed(case: Case, seed: int, settings: LabSettings) -> SeedBounds:
     """The bounds of one seed. Where arrivals depend on answers there is no clairvoyant one."""
-    load = _load(case, settings.metric, seed)
+    load = load_of(case, settings.metric, seed)
     plan = load.plan(load.capacity_per_s)
     jobs = load.jobs(load.capacity_per_s)
     long_run = _long_run(load, plan, jobs, settings)
@@ -129,7 +129,7 @@ def tune_policy(case: Case, policy: str, settings: LabSettings) -> Tuned:
     """Its knobs and its limit, on the tuning seed."""
     assert settings.tuning is not None
     metric = settings.tuning_metric
-    load = _load(case, metric, case.tuning_seed)
+    load = load_of(case, metric, case.tuning_seed)
     kind, _, _ = parse(policy, case.scheduler_settings())
     start_per_s = 0.5 * load.capacity_per_s
     probe_of = _prober(case, metric, case.tuning_seed, load)
@@ -145,7 +145,7 @@ def score_seed(
     reference_per_s: float | None,
 ) -> SeedScore:
     """start_per_s: the first guess of the search, 0 for none. reference_per_s: a rate common to all."""
-    load = _load(case, settings.metric, seed)
+    load = load_of(case, settings.metric, seed)
     probe = _prober(case, settings.metric, seed, load)(policy)
     start_per_s = start_per_s or 0.2 * load.capacity_per_s
     found = search(probe, start_per_s, settings.search, load.rate_min_per_s)
@@ -154,7 +154,7 @@ def score_seed(
 
 
 def fixed_seed(case: Case, policy: str, seed: int, settings: LabSettings) -> SeedScore:
-    load = _load(case, settings.metric, seed)
+    load = load_of(case, settings.metric, seed)
     rates: tuple[float | None, ...] = case.rates_per_s or (None,)
     points = tuple(run_point(case, policy, rate, seed, settings.metric, load=load) for rate in rates)
     return SeedScore(seed, None, points)
@@ -173,7 +173,7 @@ def _prober(case: Case, metric: MetricSettings, seed: int, load: Load) -> Callab
 _loads: dict[tuple[str, MetricSettings, int], Load] = {}
 
 
-def _load(case: Case, metric: MetricSettings, seed: int) -> Load:
+def load_of(case: Case, metric: MetricSettings, seed: int) -> Load:
     """Looked at once for all policies that a process runs."""
     key = (repr(case), metric, seed)
     if key not in _loads:
