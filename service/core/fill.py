@@ -15,8 +15,6 @@ the knee, where tokens are not yet paid for, except for the tail of a prompt.
 
 from __future__ import annotations
 
-import math
-
 from service.core.policy import Instance
 from service.core.pricing import PassRow
 
@@ -27,7 +25,6 @@ class LongFill:
     def __init__(self, instance: Instance, allowed_s: float) -> None:
         self._instance = instance
         self._allowed_s = allowed_s
-        self._bounds: dict[int, int] = {}  # history -> tokens
 
     def alone(self, rest: tuple[int, int]) -> int:
         """Tokens of a chunk of `rest` = (new tokens, history) in a pass of its own; 0: none can run."""
@@ -78,18 +75,4 @@ class LongFill:
 
     def _bound(self, history: int) -> int:
         """The best tokens/s within the allowed time, at least the knee."""
-        known = self._bounds.get(history)
-        if known is None:
-            known = self._bounds[history] = self._best_edge(history)
-        return known
-
-    def _best_edge(self, history: int) -> int:
-        pricer = self._instance.pricer
-        best_rate, best = 0.0, 0
-        for edge in pricer.chunk_edges:
-            chunk_s = pricer.pass_s(((edge, history),), parts=1)
-            if best >= pricer.knee_tokens and chunk_s > self._allowed_s:
-                break
-            if math.isfinite(chunk_s) and (best < pricer.knee_tokens or edge / chunk_s >= best_rate):
-                best_rate, best = edge / chunk_s, edge
-        return best
+        return self._instance.pricer.best_edge(history, self._allowed_s)

@@ -151,7 +151,7 @@ class LengthAwarePolicy:
         """The answer of one instance, for its group where what is cached or who has led plays no part."""
         alike = placed_before == self._placement.placed_total
         for queue in self._lanes.values() if alike else ():
-            alike = alike and next(iter(queue.aged(now_s)), None) is None
+            alike = alike and not queue.has_aged(now_s)
             seen = islice(queue.in_order(now_s), self._group_candidates)
             alike = alike and not any(map(self._placement.may_choose, seen))
         return replace(wait, alike=alike)
@@ -178,9 +178,9 @@ class LengthAwarePolicy:
         """Who may lead: the request that has waited longest past the ageing bound. Where it has no room,
         those in parts here: their end makes room."""
         place = instance.instance_id
-        aged = [t for q in self._lanes.values() for t in islice(q.aged(now_s, place), FILL_CANDIDATES)]
-        if not aged:
+        if not any(queue.has_aged(now_s, place) for queue in self._lanes.values()):
             return ()
+        aged = [t for q in self._lanes.values() for t in islice(q.aged(now_s, place), FILL_CANDIDATES)]
         aged.sort(key=lambda t: (t.waiting_since_s, t.seq))
         return chain(aged[:1], self._parts_here(instance), aged[1:])
 

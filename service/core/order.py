@@ -111,6 +111,13 @@ class LaneQueue:
             moved.append(tracked)
         return moved
 
+    def has_aged(self, now_s: float, place: str | None = None) -> bool:
+        """Whether `aged` yields anybody."""
+        return any(
+            row.by_age and now_s - row.by_age.keys()[0][0] >= self._age_bound_s
+            for row in self._seen_from(place)
+        )
+
     def aged(self, now_s: float, place: str | None = None) -> Iterator[Tracked]:
         """Those for `place` or any instance that waited past the bound, oldest first."""
         views = [self._aged(row, now_s) for row in self._seen_from(place)]
@@ -118,21 +125,27 @@ class LaneQueue:
 
     def in_order(self, now_s: float, place: str | None = None) -> Iterator[Tracked]:
         """Those for `place` or any instance in service order; demote first."""
+        rest = self._by_target(place)
+        return self._aged_first(rest, now_s, place) if self.has_aged(now_s, place) else rest
+
+    def _aged_first(self, rest: Iterator[Tracked], now_s: float, place: str | None) -> Iterator[Tracked]:
         led: set[str] = set()
         for tracked in self.aged(now_s, place):
             led.add(tracked.request_id)
             yield tracked
-        rows = self._seen_from(place)
-        if len(rows) == 1:
-            rest = chain(rows[0].feasible, rows[0].hopeless)
-        else:
-            rest = chain(
-                heapq.merge(*(row.feasible for row in rows), key=_feasible_key),
-                heapq.merge(*(row.hopeless for row in rows), key=_hopeless_key),
-            )
         for tracked in rest:
             if tracked.request_id not in led:
                 yield tracked
+
+    def _by_target(self, place: str | None) -> Iterator[Tracked]:
+        """The feasible, then the hopeless."""
+        rows = self._seen_from(place)
+        if len(rows) == 1:
+            return chain(rows[0].feasible, rows[0].hopeless)
+        return chain(
+            heapq.merge(*(row.feasible for row in rows), key=_feasible_key),
+            heapq.merge(*(row.hopeless for row in rows), key=_hopeless_key),
+        )
 
     def everyone(self) -> Iterator[Tracked]:
         return chain.from_iterable(row.by_age.values() for row in self._rows.values())

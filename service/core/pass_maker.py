@@ -51,7 +51,7 @@ class PassMaker:
         self._instance = instance
         self._now_s = now_s
         self._pricer = instance.pricer
-        self._waiting_share = self._share_of_waiting()
+        self._waiting_share: float | None = None  # worked out when it is asked for
         self.gate = KvGate(instance, settings, now_s)
         self.items: list[PlanItem] = []
         limit_s = settings.long_chunk_s_max
@@ -98,7 +98,7 @@ class PassMaker:
             row.cost,
             requests_max,
             self._settings.grouping,
-            behind=self._behind(len(found) + len(lead)),
+            behind=self._behind(len(found) + len(lead)) if len(found) > 1 else 0.0,
             convex=_cost_is_convex(instance.spec.profiles),
         )
         group = found[:size]
@@ -202,6 +202,8 @@ class PassMaker:
     def _behind(self, taken: int) -> float:
         """Requests behind a pass with `taken` of them (see the module text)."""
         waiting = sum(map(len, self._lanes.values())) - taken
+        if self._waiting_share is None:
+            self._waiting_share = self._share_of_waiting()
         return waiting * self._waiting_share
 
     def _share_of_waiting(self) -> float:

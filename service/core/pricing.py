@@ -12,7 +12,8 @@ A *part* is an item that ends before its prompt does; it costs more where it is 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from engines.cost_model import CostModel
@@ -45,8 +46,10 @@ class Pricer:
         self.cost = cost
         self.profiles = profiles
         self._kept_s: dict[tuple[int, ...], float] = {}
+        self._best_edges: dict[tuple[int, float], int] = {}  # while nothing rides
         self._riders = (0, 0, 0)  # T, A, R of what rides in every pass
         self._packed = profiles.layout is Layout.PACKED
+        self._tokens_max = profiles.t_classes[-1] if self._packed else 0
         self._unpadded = self._packed and profiles.padding is Padding.NOTHING and not profiles.h_classes
         self.knee_tokens = min(cost.knee_tokens(), profiles.request_tokens_max)
         grid = {length for length, _ in profiles.cells}
@@ -71,7 +74,7 @@ class Pricer:
     def sums_s(self, tokens: int, attention: int, history: int, parts: int = 0) -> float:
         """`pass_s` on a packed engine from T, A and R (see `engines.cost_model`)."""
         if self._unpadded:
-            if tokens > self.profiles.t_classes[-1]:
+            if tokens > self._tokens_max:
                 return math.inf
             if self._riders[0]:
                 more, pairs, past = self._riders
@@ -79,6 +82,13 @@ class Pricer:
             return self.cost.sums_s(tokens, attention, history, parts)
         sums = self.profiles.packed_sums(tokens, attention, history)
         return math.inf if sums is None else self.cost.sums_s(*sums, parts)
+
+    def sums(self) -> tuple[Callable[[int, int, int, int], float], int]:
+        """(`sums_s` as it is while the same requests ride, the largest T for it): the way around what need
+        not be asked for each price of a row."""
+        if self._unpadded and not self._riders[0]:
+            return self.cost.sums_s, self._tokens_max
+        return self.sums_s, sys.maxsize
 
     def ride(self, histories: Collection[int]) -> None:
         """From here on one more token for each of `histories` rides in every pass, on top of its limits: what
@@ -117,6 +127,29 @@ class Pricer:
             chunks.append(remaining)
         return chunks
 
+    def best_edge(self, history: int, allowed_s: float) -> int:
+        """The class edge with the best tokens/s of a chunk that takes no longer than `allowed_s`, and none
+        below the knee."""
+        key = (history, allowed_s)
+        known = self._best_edges.get(key)
+        if known is None or self._riders[0]:
+            known = self._find_edge(history, allowed_s)
+            if not self._riders[0]:
+                if len(self._best_edges) >= _SHAPES_MAX:
+                    self._best_edges.clear()
+                self._best_edges[key] = known
+        return known
+
+    def _find_edge(self, history: int, allowed_s: float) -> int:
+        best_rate, best = 0.0, 0
+        for edge in self.chunk_edges:
+            chunk_s = self.pass_s(((edge, history),), parts=1)
+            if best >= self.knee_tokens and chunk_s > allowed_s:
+                break
+            if math.isfinite(chunk_s) and (best < self.knee_tokens or edge / chunk_s >= best_rate):
+                best_rate, best = edge / chunk_s, edge
+        return best
+
     def _rectangle_s(self, rows: int, longest: int, history: int, parts: int) -> float:
         key = (rows, longest, history, parts)
         kept = self._kept_s.get(key)
@@ -132,10 +165,10 @@ class Pricer:
 class _PackedRow:
     """T, A and R of the fixed and the first n items, for every n; those of a stretch are differences."""
 
-    __slots__ = ("_attention", "_fixed", "_history", "_parts", "_pricer", "_tokens")
+    __slots__ = ("_attention", "_fixed", "_history", "_parts", "_sums_s", "_tokens", "_tokens_max")
 
     def __init__(self, pricer: Pricer, items: Iterable[Item], fixed: Sequence[Item], parts: int) -> None:
-        self._pricer = pricer
+        self._sums_s, self._tokens_max = pricer.sums()
         tokens = attention = history = 0
         for new, past in fixed:
             tokens += new
@@ -159,16 +192,22 @@ class _PackedRow:
         if end <= start and not self._fixed:
             return 0.0
         tokens, attention, history, parts = self._tokens, self._attention, self._history, self._parts
-        return self._pricer.sums_s(
-            tokens[end] - tokens[start] + tokens[0],
+        sum_tokens = tokens[end] - tokens[start] + tokens[0]
+        if sum_tokens > self._tokens_max:
+            return math.inf
+        return self._sums_s(
+            sum_tokens,
             attention[end] - attention[start] + attention[0],
             history[end] - history[start] + history[0],
             parts[end] - parts[start] + parts[0],
         )
 
     def cost_with(self, new_tokens: int, history: int, *, part: bool = False) -> float:
-        return self._pricer.sums_s(
-            self._tokens[-1] + new_tokens,
+        sum_tokens = self._tokens[-1] + new_tokens
+        if sum_tokens > self._tokens_max:
+            return math.inf
+        return self._sums_s(
+            sum_tokens,
             self._attention[-1] + new_tokens * (new_tokens + 2 * history),
             self._history[-1] + history,
             self._parts[-1] + part,
