@@ -6,7 +6,7 @@
 Draining: the scheduler is asked for nothing new; what is here ends and is read. Nothing begins before the
 other shard has an active scheduler. The move is called off, and work taken again at once, when the worker is
 wanted elsewhere meanwhile. After `drain_s` it is given up, unless the shard that it leaves is retired: then
-what is left is cut off, as by the end of a drain.
+it leaves what is left. Answers that have begun go on elsewhere (`going_on`).
 
 Leaving: schedulers of the old shard are refused from then on, whatever their epoch, and those of the new one
 that are older than the one that leads. Only after that others are told where it is. What its cache holds goes
@@ -28,6 +28,7 @@ from service.fleet.worker_service import WorkerServicer
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.02
+READ_S = 1.0
 
 
 class ShardMover:
@@ -108,11 +109,19 @@ class ShardMover:
             return False
         return True
 
+    async def _read_out(self) -> None:
+        """Front ends of the old shard alone look for tokens here only until they hear where it is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READ_S):
+                while not self._worker.engine.book.idle:  # noqa: ASYNC110
+                    await asyncio.sleep(LOOK_S)
+
     async def _leave(self, here: str, target: str) -> None:
         self._leaving = True
         try:
             leader = leader_of(self._membership.snapshot(), target)
             self._worker.join_shard(target, leader.epoch if leader is not None else 0)
+            await self._read_out()
             await self._lease.update(shard=target)
             log.info("it is in shard %s now, it was in %s", target, here)
         except MembershipError as error:

@@ -121,17 +121,13 @@ class WorkerServicer:
         self._say_leaving()
 
     def join_shard(self, shard: str, epoch: int = 0) -> None:
-        """Obey the schedulers of this shard only, and of them none of an epoch below `epoch`. What is here of
-        another shard's is given up; its scheduler hears that the worker is gone."""
+        """Obey this shard's schedulers only, from `epoch` on. What is here of another's is given up, as by
+        `unseat`."""
         before = self.fence.shard
         self.fence.move(shard, epoch)
-        if shard == before:
-            return
-        self._cancel_orphan()
-        session, self._session = self._session, None
-        if session is not None and session.stream is not None:
-            session.stream.end(self._stale(session.caller, f"the worker has left shard {before} for {shard}"))
-        self._give_up_all()
+        if shard != before:
+            self._part(f"it has left shard {before} for {shard}")
+            self._give_up_all()
 
     def release(self) -> None:
         """Take work again after `hold`."""
@@ -152,6 +148,10 @@ class WorkerServicer:
         """The engine is given up: what is here is lost to the scheduler, which may run it elsewhere. Whoever
         calls is told to come again, until `seat`."""
         self._unseated, self._hold = reason, ""
+        self._part(reason)
+
+    def _part(self, reason: str) -> None:
+        """From the scheduler, which hears that the instance is gone on purpose."""
         self._cancel_orphan()
         session, self._session = self._session, None
         if session is not None:
@@ -395,6 +395,6 @@ class WorkerServicer:
             self.engine.abort(request_id)
 
     def _stale(self, caller: Caller, why: str) -> pb.ControlResponse:
-        epoch = self.fence.epoch
-        highest = 0 if self.fence.foreign(caller) else epoch
-        return pb.ControlResponse(epoch=epoch, stale_epoch=pb.StaleEpoch(highest_epoch=highest, reason=why))
+        highest = 0 if self.fence.foreign(caller) else self.epoch
+        stale = pb.StaleEpoch(highest_epoch=highest, reason=why)
+        return pb.ControlResponse(epoch=self.epoch, stale_epoch=stale)

@@ -340,8 +340,14 @@ async def test_a_drain_that_takes_too_long_gives_the_move_up_and_cuts_off_only_f
             await made.scheduler(f"{name[0]}-s0")
         front_end = await made.front_end("fe", ("a",))
         await until(lambda: not front_end.runtime.uplinks.down and bool(front_end.runtime.uplinks.shards))
+        everywhere = await made.front_end("f2", ("*",))
+        await until(
+            lambda: not everywhere.runtime.uplinks.down and len(everywhere.runtime.uplinks.shards) == 2
+        )
+        in_a = next(s for s in map(str, range(99)) if by_session(f"\0{s}", {"a": 1.0, "b": 1.0})[0] == "a")
         long = asyncio.create_task(read(submit(front_end, "long", 60, 1500)))
-        await until(lambda: bool(made.workers["a0"].servicer.engine.held))
+        other = asyncio.create_task(read(submit(everywhere, "other", 60, 500, session=in_a)))
+        await until(lambda: len(made.workers["a0"].servicer.engine.held) == 2)
         reign = made.schedulers["a-s0"].gate.reign
         await made.want("a0", "b")
         await until(lambda: not reign.scheduler.instances["a0"].takes_new)
@@ -353,7 +359,8 @@ async def test_a_drain_that_takes_too_long_gives_the_move_up_and_cuts_off_only_f
         await made.memberships[0].retire("a", True, by="me")
         await made.want("a0", "b", MoveReason.RETIRED)
         tokens, record = await long
-        assert (record.outcome, len(tokens) > 0) == (Outcome.UNAVAILABLE, True)
+        assert (record.outcome, len(tokens) > 0) == (Outcome.UNAVAILABLE, True)  # it knows no other shard
+        answered([await other])  # it goes on in the other one
         await until(lambda: made.used() == {"b": {"a0", "b0"}})
         assert made.workers["a0"].servicer.engine.held == ()
     finally:
@@ -391,17 +398,17 @@ async def test_a_shard_that_comes_gets_its_workers_and_one_that_is_retired_ends_
                 ended.append(await read(submit(front_end, f"r{number}-{turn}", 40 + 40 * number, 4, session)))
 
         clients = [asyncio.create_task(load(number)) for number in range(8)]
-        await until(lambda: len(ended) > 20)
+        await until(lambda: len(ended) > 20, 60)
         await made.scheduler("c-s0")
-        await until(lambda: {s: len(n) for s, n in made.used().items()} == {"a": 2, "b": 2, "c": 2})
-        await until(lambda: counts(made)["c"] > 10)
+        await until(lambda: {s: len(n) for s, n in made.used().items()} == {"a": 2, "b": 2, "c": 2}, 60)
+        await until(lambda: counts(made)["c"] > 10, 60)
         await made.memberships[0].retire("b", True, by="me")
-        await until(lambda: {s: len(n) for s, n in made.used().items()} == {"a": 3, "c": 3})
-        await asyncio.wait_for(made.schedulers["b-s0"].retired, 20)
+        await until(lambda: {s: len(n) for s, n in made.used().items()} == {"a": 3, "c": 3}, 60)
+        await asyncio.wait_for(made.schedulers["b-s0"].retired, 60)
         await made.schedulers.pop("b-s0").close()
-        await until(lambda: set(front_end.runtime.uplinks.shards) == {"a", "c"})
+        await until(lambda: set(front_end.runtime.uplinks.shards) == {"a", "c"}, 60)
         before = len(ended)
-        await until(lambda: len(ended) > before + 20)
+        await until(lambda: len(ended) > before + 20, 60)
         stop.set()
         await asyncio.gather(*clients)
         answered(ended)
@@ -429,6 +436,11 @@ async def test_a_front_end_of_retired_shards_only_says_so_at_once_and_ends_what_
         await made.memberships[0].retire("b", True, by="me")
         await until(lambda: only.runtime.uplinks.retired)
         assert (await read(submit(only, "late")))[1].outcome is Outcome.REJECTED_DRAINING
+        made.schedulers["b-s0"].gate.reign.servicer.retired = False  # would take what is sent
+        count = counts(made)["b"]
+        await until(lambda: "b" in made.memberships[-2].snapshot().retired)
+        answered(await asyncio.gather(*(read(submit(made.front_ends["fe"], f"x{n}")) for n in range(12))))
+        assert counts(made)["b"] == count
         answered([await before])
         answered([await read(submit(made.front_ends["fe"], "elsewhere"))])
         await made.memberships[0].retire("b", False, by="me")
