@@ -255,6 +255,7 @@ _JSON = st.recursive(
 )
 
 
+@settings(max_examples=60)
 @given(st.fixed_dictionaries(dict.fromkeys((ENGINES, MOVE, MOVES, FAILURES), _JSON)))
 def test_what_makes_no_sense_is_passed_over(facts: dict[str, Any]) -> None:
     """Of another version, or of nobody."""

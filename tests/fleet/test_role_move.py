@@ -266,7 +266,7 @@ async def test_the_next_scheduler_finds_a_worker_in_its_move(phase: MovePhase) -
         await old.close()
         await until(lambda: "w1" in made.used())
         await made.until_phase("w0", MovePhase.LOADING)
-        assert "w0" not in made.used()
+        await until(lambda: "w0" not in made.used())
         shelf.gate.set()
         await made.until_used("w0", LP)
         await asyncio.gather(*reading)
