@@ -28,6 +28,12 @@ class Relay:
     def hold(self) -> None:
         self._open.clear()
 
+    def swallow(self) -> None:
+        """Connections that there are stay open and pass nothing any more; new ones do."""
+        self._open.clear()
+        self._open = asyncio.Event()
+        self._open.set()
+
     def let_go(self) -> None:
         self._open.set()
 
@@ -55,16 +61,18 @@ class Relay:
             return
         self._writers |= {writer, there}
         for source, sink, delayed in ((reader, there, True), (there_reader, writer, False)):
-            task = asyncio.create_task(self._pass_on(source, sink, delayed))
+            task = asyncio.create_task(self._pass_on(source, sink, delayed, self._open))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, delayed: bool) -> None:
+    async def _pass_on(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, delayed: bool, is_open: asyncio.Event
+    ) -> None:
         try:
             while data := await source.read(65536):
                 if delayed and self.delay_s:
                     await asyncio.sleep(self.delay_s)
-                await self._open.wait()
+                await is_open.wait()
                 sink.write(data)
         except ConnectionError:
             pass

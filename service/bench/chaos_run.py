@@ -45,7 +45,8 @@ PORT = 7000  # of a process that has an address of its own
 @dataclass(slots=True)
 class Report:
     """What a run came to. broken: the laws that it broke. recovered_s: after the last heal, until all was
-    well; None: never. waited_for: what was the last to come. wait_s_max: the longest that a request without a deadline took."""
+    well; None: never. waited_for: what was the last to come. wait_s_max: the longest that a request without
+    a deadline took."""
 
     seed: int
     broken: list[str] = field(default_factory=list)

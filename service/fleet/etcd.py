@@ -77,6 +77,9 @@ class EtcdOptions:
     """endpoints: host:port each. username empty: no authentication. call_timeout_s: of each call.
 
     silence_s: a watch that says nothing for so long is given up; progress is asked for three times in it.
+    alive_s: how often a connection is asked whether it still reaches anybody; one that does not answer within
+    `silence_s` is replaced, or after a cut every call would wait until TCP sends again, which takes up to as
+    long as the cut. etcd counts being asked more often than every 5 s as abuse.
     """
 
     endpoints: tuple[str, ...] = ("127.0.0.1:2379",)
@@ -85,6 +88,7 @@ class EtcdOptions:
     password: str = ""
     call_timeout_s: float = 2.0
     silence_s: float = 3.0
+    alive_s: float = 6.0
 
     def __post_init__(self) -> None:
         if not self.endpoints:
@@ -106,7 +110,14 @@ def etcd_membership(
 class _Endpoint:
     """A channel and the stubs on it."""
 
-    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None, name: str) -> None:
+    def __init__(
+        self,
+        target: str,
+        credentials: grpc.ChannelCredentials | None,
+        name: str,
+        alive_s: float,
+        silence_s: float,
+    ) -> None:
         self.target = target
         options: list[tuple[str, Any]] = [
             ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
@@ -114,6 +125,10 @@ class _Endpoint:
             ("grpc.min_reconnect_backoff_ms", 500),
             ("grpc.max_reconnect_backoff_ms", 2000),  # grpc's own goes up to two minutes
             ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.keepalive_time_ms", round(1000 * alive_s)),
+            ("grpc.keepalive_timeout_ms", round(1000 * silence_s)),
+            ("grpc.http2.ping_timeout_ms", round(1000 * silence_s)),  # of its pings for bandwidth: 60 s
+            ("grpc.http2.max_pings_without_data", 0),  # a quiet fleet says nothing for long
         ]
         if credentials is None:
             self.channel = grpc.aio.insecure_channel(target, options=options)
@@ -283,8 +298,12 @@ class EtcdStore:
 
     def _endpoint(self) -> _Endpoint:
         if not self._endpoints:
-            name = self._options.tls.name if self._options.tls else ""
-            self._endpoints = [_Endpoint(t, self._credentials, name) for t in self._options.endpoints]
+            given = self._options
+            name = given.tls.name if given.tls else ""
+            self._endpoints = [
+                _Endpoint(target, self._credentials, name, given.alive_s, given.silence_s)
+                for target in given.endpoints
+            ]
         return self._endpoints[self._index % len(self._endpoints)]
 
     def _next(self, failed: _Endpoint) -> None:

@@ -106,6 +106,22 @@ async def test_a_killed_process_is_no_member_and_no_leader_after_its_lease(etcd:
         await child.wait()
 
 
+async def test_a_connection_that_reaches_nobody_any_more_is_replaced(
+    etcd: InEtcd, shared_etcd: EtcdServer
+) -> None:
+    """As after a cut: TCP would send again only much later, and where a firewall forgot it, never."""
+    async with relay_to(shared_etcd) as relay:
+        options = replace(etcd.options, endpoints=(relay.endpoint,), alive_s=1.0, silence_s=1.0)
+        membership = etcd_membership(options, fleet=etcd.fleet, times=TIMES)
+        await membership.open()
+        etcd.opened.append(membership)
+        lease = await membership.join(WORKER)
+        relay.swallow()
+        await insistently(lambda: lease.update(facts={"said": "after"}))
+        watcher = await etcd.connect()
+        await etcd.until(lambda: watcher.snapshot().members["w1"].facts == {"said": "after"})
+
+
 async def test_a_paused_leader_is_fenced_when_it_comes_back(etcd: InEtcd, shared_etcd: EtcdServer) -> None:
     """Its network is silent for longer than its lease: it doubts, the other leads, its writes fail."""
     async with relay_to(shared_etcd) as relay:
