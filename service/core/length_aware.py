@@ -107,6 +107,7 @@ class LengthAwarePolicy:
     def dispatched(self, plan: PassPlan, now_s: float) -> None:
         instance_id = plan.items[0].tracked.instance_id
         assert instance_id is not None, "the requests of a plan are bound when it is carried out"
+        self.pools.dispatched()
         (self._led.add if plan.reason is Reason.AGED else self._led.discard)(instance_id)
         self._placement.pass_over(instance_id)
         shorts = sum(item.new_tokens for item in plan.items if item.tracked.lane is Lane.SHORT)

@@ -88,7 +88,9 @@ class Pools:
         self._count = dict.fromkeys(Role, 0)  # that take new requests
         self._busy: dict[Role, SortedList] | None = None  # (free if in time, place); None: nobody asks
         self._first_s: dict[Lane, float] = {}  # `busy_until_s` of this turn
-        self._looked_s: float | None = None  # in this turn; None: not yet
+        self._looked = False  # in this turn
+        self._given: dict[Lane, list[Instance]] = {lane: [] for lane in Lane}  # a pass, since the look
+        self._changed: set[Lane] = set()  # `_given` is to be counted
         self._known_idle: dict[Lane, Instance] = {}  # idle when last heard of
 
     def __len__(self) -> int:
@@ -111,6 +113,10 @@ class Pools:
         group = self._group_of(instance, filed.kind) if instance.running is None else None
         if filed.group is not group:
             self._move(filed, group)
+            if self._looked and group is None and (instance.takes_new or instance.on_trial):
+                for lane in Lane:
+                    if serves(instance, lane):
+                        self._given[lane].append(instance)
         counted = instance.role if instance.takes_new else None
         if filed.counted is not counted:
             self._recount(filed, counted)
@@ -136,7 +142,7 @@ class Pools:
 
     def new_turn(self) -> None:
         """Time may have gone on."""
-        self._looked_s = None
+        self._looked = False
 
     def is_idle(self, instance: Instance) -> bool:
         """Whether it is filed as idle."""
@@ -227,20 +233,31 @@ class Pools:
     def look(self, now_s: float) -> None:
         """Predict when the pools are free, once a turn, for the first moment at which somebody asks: plans of
         passes that are staged are made ahead of time."""
-        if self._looked_s is not None:
+        if self._looked:
             return
         if self._busy is None:
             self._busy = {role: SortedList() for role in Role}
             for filed in self._filed.values():
                 self._file_busy(filed)
-        self._looked_s = now_s
+        self._looked = True
+        self._changed.clear()
         for lane, (own, mixed) in _POOL.items():
             least_s = self._first_free_s(self._busy[own], now_s, math.inf)
             self._first_s[lane] = self._first_free_s(self._busy[mixed], now_s, least_s)
+            self._given[lane].clear()
 
-    def busy_until_s(self, lane: Lane) -> float:
+    def dispatched(self) -> None:
+        """A prefill pass was given: who has been given one since the `look` counts as busy from now on."""
+        self._changed.update(Lane)
+
+    def busy_until_s(self, lane: Lane, now_s: float) -> float:
         """When the first of the busy ones of the pool is free, with those that were given a pass since the
         `look` of this turn; inf where none is busy."""
+        if lane in self._changed or math.isinf(self._first_s[lane]):
+            self._changed.discard(lane)
+            given = self._given[lane]
+            self._first_s[lane] = min([self._first_s[lane], *(free_s(one, now_s) for one in given)])
+            given.clear()
         return self._first_s[lane]
 
     def _file_busy(self, filed: _Filed) -> None:
@@ -255,13 +272,6 @@ class Pools:
         if entry is not None:
             filed.busy, filed.busy_role = entry, instance.role
             self._busy[instance.role].add(entry)
-            if self._looked_s is not None:
-                self._free_at(instance, free_s(instance, self._looked_s))
-
-    def _free_at(self, instance: Instance, at_s: float) -> None:
-        for lane, first_s in self._first_s.items():
-            if serves(instance, lane):
-                self._first_s[lane] = min(first_s, at_s)
 
     def _drop_busy(self, filed: _Filed) -> None:
         assert self._busy is not None

@@ -65,7 +65,7 @@ class Spill:
             if self._pools.room_beside(lane, instance, tracked):
                 return
             behind -= 1
-            start_s = self._pools.busy_until_s(lane) + ahead_tokens * per_token_s / pool_size
+            start_s = self._pools.busy_until_s(lane, now_s) + ahead_tokens * per_token_s / pool_size
             if self._pays(instance, tracked, start_s, (behind, pool_size), now_s, own_waits=own_waits):
                 yield tracked
             else:
@@ -95,7 +95,7 @@ class Spill:
         if not other:
             return math.inf
         self._pools.look(now_s)
-        free_s = self._pools.busy_until_s(other[0])
+        free_s = self._pools.busy_until_s(other[0], now_s)
         aged_s = now_s - self._lanes[other[0]].oldest_wait_s(now_s) + self._settings.age_bound_s
         again_s = min(free_s, aged_s) if aged_s > now_s else free_s
         return max(now_s + TICK_S, again_s)

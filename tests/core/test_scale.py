@@ -132,7 +132,7 @@ def test_pools_know_what_a_walk_over_all_would_find(fleet, changed, now_s) -> No
         pool = [i for i in made if i.takes_new and serves(i, lane)]
         busy = [free_s(i, now_s) for i in pool if i.running is not None]
         assert pools.size(lane) == len(pool)
-        assert pools.busy_until_s(lane) == min(busy, default=math.inf)
+        assert pools.busy_until_s(lane, now_s) == min(busy, default=math.inf)
         for one in made:
             others = [i for i in pool if i is not one and i.running is None]
             assert pools.idle_beside(lane, one) == len(others)
