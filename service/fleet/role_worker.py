@@ -12,6 +12,7 @@ from service.fleet.membership import Assignment, Lease, Membership, MembershipEr
 from service.fleet.role_engines import RoleEngines
 from service.fleet.role_facts import ENGINES, FAILURES, MOVE, MOVES, MOVES_KEPT, MoveEnd, MovePhase, MoveState
 from service.fleet.role_move import Hear, MoveSettings, RoleMover
+from service.fleet.shards import TOKENS_PER_S, knee_rate
 from service.fleet.told import Told
 from service.fleet.worker_service import WorkerServicer
 from service.runtime.worker import PassRunner, ThreadRunner
@@ -84,6 +85,7 @@ class WorkerRoles:
                 self._failures = self._failures + 1 if state.at is MoveEnd.FAILED else 0
         self._told.tell(
             **{
+                TOKENS_PER_S: round(knee_rate(self._servicer.spec), 1),
                 ENGINES: self._mover.told.told(),
                 MOVE: state.told() if under_way else None,
                 MOVES: [one.told() for one in self._ended],
