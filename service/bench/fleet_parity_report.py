@@ -19,7 +19,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from service.bench.fleet_figures import Figures, by_phase
+from service.bench.fleet_figures import Figures, by_phase, stalls
 from service.bench.fleet_parity_plan import RoleStep, Scenario, Side
 from service.bench.fleet_parity_run import FleetRun
 from service.bench.loadgen import Ending, Observation
@@ -221,6 +221,10 @@ def _lines(parity: Parity) -> Iterator[Text]:
         f"machine {run.machine_cores:.2f}. Load average {run.loads[0]:.1f} before, {run.loads[1]:.1f} after. "
         f"Requests were sent up to {late_s.p99 * 1e3:.0f} ms late (P99)."
     )
+    stood = [f"{event.text} at {event.at_s:.0f} s" for event in stalls(run.side.seen)]
+    if stood:
+        text = f" This machine stood still, which no fleet can help: {', '.join(stood)}. Run it again."
+        yield Text(text, style="yellow")
     for fault in parity.faults[:FAULTS_SHOWN]:
         yield Text(f" {fault}", style="red")
     if not parity.faults:

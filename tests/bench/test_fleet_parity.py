@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from math import fmod
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from service import wiring
 from service.bench.fleet_parity import from_json, main, parity_of, to_json
@@ -26,7 +28,7 @@ from service.bench.fleet_parity_plan import (
     simulate,
     simulator_input,
 )
-from service.bench.fleet_parity_report import Parity, compare
+from service.bench.fleet_parity_report import Parity, compare, view
 from service.bench.fleet_parity_run import FleetRun
 from service.bench.fleet_plan import DemoSettings
 from service.bench.fleet_watch import Sample
@@ -245,3 +247,13 @@ def test_a_run_from_its_file_is_compared_anew(
     kept.write_text(json.dumps(told))
     assert main(["--again", str(kept), "--out", str(tmp_path)]) == 2
     assert "run the fleet again" in capsys.readouterr().err
+
+
+def test_a_machine_that_stood_still_is_told(scenario: Scenario, side: Side) -> None:
+    """Clients that send late are no fault of the fleet; a run with such a moment says so."""
+    late = replace(side, seen=(replace(side.seen[0], lag_s=0.9), *side.seen[1:]))
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(view(compare(scenario, run_of(late), side)))
+    assert "stood still" in console.export_text()
+    console.print(view(compare(scenario, run_of(side), side)))
+    assert "stood still" not in console.export_text()
