@@ -48,9 +48,9 @@ class Laws:
             assert deadline_s is None or deadline_s > now_s, f"{name} is live past its deadline"
 
     def _check_waits(self, front: ChaosFront) -> None:
-        """While an instance is up and does not drain, a waiting request starts within age_bound + 2 (n + 1) d,
-        d being the longest pass and n the passes of all who were live when it came; from the last time that
-        instances came, went or stood still.
+        """While an instance is up and does not drain, a waiting request starts within
+        age_bound + 2 (n + 1) d, d being the longest pass and n the passes of all who were live when it came;
+        from the last time that instances came, went or stood still.
 
         The bound of docs/scheduling.md counts one pass for each request before it, where there is room for
         KV. Here room is scarce, and the peers run a prompt to its end, so all passes of each are counted.
