@@ -123,6 +123,17 @@ def test_a_difference_below_two_workers_is_left() -> None:
     assert move.capacities == (5.0, 3.0)
 
 
+def test_the_last_worker_the_last_of_a_pool_and_pinned_ones_stay() -> None:
+    shards = [ShardState("a"), ShardState("b")]
+    assert balance_shards(shards, fleet(a=(Role.SP, Role.LP))) == ()
+    assert balance_shards(shards, [WorkerPlace("w", "a", capacity=3.0)]) == ()
+    (move,) = balance_shards(shards, fleet(a=(Role.SP, Role.LP, Role.MIXED)))
+    assert move.worker_id == "a2"
+    pinned = [replace(worker, pinned=True) for worker in fleet(a=5)]
+    assert balance_shards(shards, pinned) == ()
+    assert balance_shards([replace(shards[0], retired=True), shards[1]], pinned) == ()
+
+
 def test_calibrations_that_differ_a_little_are_no_reason_to_stay() -> None:
     workers = [*(WorkerPlace(f"a{n}", "a", capacity=0.97) for n in range(4))]
     workers += [WorkerPlace(f"b{n}", "b", capacity=1.03) for n in range(2)]

@@ -375,9 +375,9 @@ async def test_a_worker_that_was_moved_comes_back_to_where_it_is_wanted() -> Non
         await until(lambda: made.used() == {"b": {"a0", "b0"}})
         await made.workers.pop("a0").close()
         await until(lambda: made.used() == {"b": {"b0"}})
-        await made.worker("a0")
+        again = await made.worker("a0")
+        assert again._lease.member.shard == "b"  # from the first on
         await until(lambda: made.used() == {"b": {"a0", "b0"}})
-        assert made.snapshot.members["a0"].shard == "b"
 
 
 # --- shards come and go ---
@@ -451,11 +451,14 @@ async def test_a_front_end_of_retired_shards_only_says_so_at_once_and_ends_what_
 async def test_a_move_that_nobody_carries_out_is_taken_back_and_its_worker_rests() -> None:
     async with fleet(a=4, b=0) as made:
         for worker in made.workers.values():
-            worker._tasks[1].cancel()  # it follows no shard
-        await made.control(ShardSettings(overdue_s=0.3, rest_s=1000.0))
-        await until(lambda: len([m for m in made.snapshot.moves if m.reason is MoveReason.OVERDUE]) == 2)
+            (mover,) = [task for task in worker._tasks if task.get_name() == "shard"]
+            mover.cancel()
+        await made.control(ShardSettings(overdue_s=0.2, rest_s=1000.0))
+        await until(lambda: sum(m.reason is MoveReason.OVERDUE for m in made.snapshot.moves) == 4)
         moves = list(reversed(made.snapshot.moves))
-        assert [m.reason for m in moves[:4]] == [MoveReason.BALANCE, MoveReason.OVERDUE] * 2
-        assert moves[0].worker_id == moves[1].worker_id != moves[2].worker_id
-        assert (moves[1].from_shard, moves[1].to_shard) == ("b", "a")
+        assert [m.reason for m in moves] == [MoveReason.BALANCE, MoveReason.OVERDUE] * 4
+        assert {m.worker_id for m in moves} == set(made.workers)  # each once, and then no more
+        assert (moves[1].worker_id, moves[1].from_shard, moves[1].to_shard) == (moves[0].worker_id, "b", "a")
         assert moves[0].facts == {"capacity_from": 4.0, "capacity_to": 0.0}
+        await asyncio.sleep(0.5)
+        assert len(made.snapshot.moves) == 8
