@@ -96,7 +96,6 @@ class Turns:
         self._staged.pop(place, None)
         self._leading.pop(place, None)
         if running is None:
-            instance.decode.ride()  # it may be asked for its prices before it is asked for a plan
             return
         if instance.staged is not None:
             self._staged[place] = instance
