@@ -123,7 +123,7 @@ def taken_back(members: Mapping[str, Member], wanted: Iterable[Assignment]) -> l
     found = []
     for one in wanted:
         member = members.get(one.worker_id)
-        if member is None or member.report is None or one.pinned:
+        if member is None or member.report is None:
             continue
         if member.report.role is not one.role and failed(member, one):
             found.append(RoleMove(one.worker_id, member.report.role, MoveReason.FAILED))

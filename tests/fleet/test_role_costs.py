@@ -214,6 +214,15 @@ async def test_a_pinned_worker_is_not_taken_back() -> None:
     assert made.wanted == {"a": Role.LP}
 
 
+async def test_a_failure_of_before_says_nothing_of_an_order_of_now() -> None:
+    made = await slow_rig("a")
+    given_ = await made.membership.assign("a", Role.LP, expected=0, reason=MoveReason.PRESSURE, by="test")
+    await tell(made, "a", {**engines(), MOVES: [ended(given_.number - 1, MoveEnd.FAILED).told()]})
+    await made.controller(Scripted).round(None)
+    await made.settle()
+    assert made.wanted == {"a": Role.LP}
+
+
 async def test_a_rest_has_a_longest() -> None:
     made = await slow_rig("a")
     await tell(made, "a", {**engines(), FAILURES: 1000})

@@ -174,6 +174,7 @@ async def test_an_answer_that_went_on_can_be_cancelled() -> None:
         await until(lambda: handle.record.output_tokens > 2)
         await made.order("w0" if held(made, "w0") else "w1", Role.LP)
         await until(lambda: handle.went_on == 1)
+        assert handle.timer is None  # nothing ends it but what becomes of its rest
         before = handle.record.output_tokens
         await until(lambda: handle.record.output_tokens > before + 2)
         handle.cancel()
