@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fleet_helpers import Fleet
 from helpers import request, spec
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.core.invariants import check
@@ -29,6 +29,7 @@ def fail(fleet: Fleet, name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=12)
 @given(
     st.integers(2, 4),
     st.lists(st.integers(1, 600), min_size=1, max_size=12),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -18,10 +19,12 @@ from test_processes import CAPABILITIES, COST, LINK, PROFILES, SCALE, Fleet, rea
 from engines.simulated import SimulatedModel
 from protos.plaserve.v1 import inference_pb2 as pb
 from protos.plaserve.v1.inference_pb2_grpc import InferenceServiceStub
+from service import wiring_fleet
 from service.core.reconcile import Controller, MoveReason, RoleMove
 from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec, Outcome, Role
 from service.fleet.front_end import FrontEndProcess
+from service.fleet.memory import MemoryFleet
 from service.fleet.pressures import Pressures
 from service.fleet.processes import ControllerProcess, SchedulerProcess, WorkerProcess
 from service.fleet.readings import of_controller, of_front_end
@@ -34,7 +37,7 @@ from service.rpc.intake import Intake
 from service.rpc.server import RpcServer
 from service.rpc.text import ByteCodec
 from service.runtime.worker import TimedRunner
-from service.settings import LimitSettings, ServerSettings
+from service.settings import LimitSettings, ServerSettings, Settings, load_settings
 from service.telemetry import FleetTelemetry, TelemetrySettings
 from service.telemetry import fleet_names as names
 from service.telemetry.names import KV_BLOCKS
@@ -338,6 +341,66 @@ async def test_off_no_context_is_sent_and_nobody_watches() -> None:
         assert all(not worker.servicer.engine.observers for worker in made.fleet.workers.values())
         assert made.front_end.runtime._observers == ()
         assert all(telemetry.metrics_port == 0 for telemetry in made.telemetry.values())
+
+
+# --- as `plaserve` puts it together ---
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+async def test_the_four_commands_tell_what_they_should(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, ports, ready = MemoryFleet(), {}, {}
+    monkeypatch.setattr(wiring_fleet, "membership_of", lambda options: store.membership())
+
+    def settings(name: str) -> Settings:
+        ports[name] = free_port()
+        ready[name] = asyncio.get_running_loop().create_future()
+        chosen = {
+            "fleet.member_id": name,
+            "fleet.listen": "127.0.0.1:0",
+            "engine.backend": "simulated",
+            "engine.simulated_preset": "small_cpu",
+            "engine.simulated_time_scale": SCALE,
+            "server.port": 0,
+            "telemetry.metrics_port": ports[name],
+            "telemetry.otlp_endpoint": collector.endpoint,
+        }
+        return load_settings(overrides=chosen)
+
+    of_worker = settings("w")
+    first = await asyncio.to_thread(wiring_fleet.load_first, of_worker)
+    running = [asyncio.create_task(wiring_fleet.run_worker(of_worker, first, ready["w"].set_result))]
+    for name, run in (
+        ("s", wiring_fleet.run_scheduler),
+        ("c", wiring_fleet.run_controller),
+        ("f", wiring_fleet.run_frontend),
+    ):
+        chosen = settings(name)
+        running.append(asyncio.create_task(run(chosen, ready[name].set_result)))
+    try:
+        async with asyncio.timeout(30), grpc.aio.insecure_channel(await ready["f"]) as channel:
+            request = pb.GenerateRequest(prompt=pb.Prompt(text="x" * 90), max_tokens=3)
+            stub = InferenceServiceStub(channel)
+            _ = [part async for part in stub.Generate(request, metadata=caller())]
+        found = {name: await asyncio.to_thread(scrape, port) for name, port in ports.items()}
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    assert found["w"]("plaserve_worker_passes_total", kind="prefill") == 1
+    assert found["s"]("plaserve_requests_ended_total", outcome="COMPLETED") == 1
+    assert found["c"]("plaserve_pool_instances", which="real") == 1
+    assert found["f"]("plaserve_calls_total", method="Generate", code="OK") == 1
+    tree = {span.name: span for span in collector.spans}
+    for child, parent in (("execute", "request"), ("queue", "request"), ("request", "frontend")):
+        assert tree[child].parent_span_id == tree[parent].span_id
+    assert tree["frontend"].trace_id.hex() == TRACE_ID
 
 
 # --- small things that clients and operators notice ---
