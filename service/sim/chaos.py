@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
 import sys
 import traceback
 from collections import Counter
@@ -211,7 +212,8 @@ def sweep(seeds: Sequence[int], workers: int, *, calm: bool = False) -> Iterator
     if workers == 1:
         yield from (run_seed(seed, calm=calm) for seed in seeds)
         return
-    with ProcessPoolExecutor(workers) as pool:
+    # Spawned: a fork of a process with threads (a gRPC loop, say) can hang.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(partial(run_seed, calm=calm), seeds, chunksize=10)
 
 
