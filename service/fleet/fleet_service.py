@@ -40,7 +40,7 @@ from service.fleet.membership import (
     Move,
 )
 from service.fleet.pressures import Pressures
-from service.fleet.role_view import describe_ends, describe_moves
+from service.fleet.role_view import describe_ends, describe_moves, load_in_words
 from service.fleet.shards import wanted_shard
 
 NAME = "plaserve.v1.FleetService"
@@ -143,7 +143,7 @@ class FleetServicer:
             planned.from_shard, planned.to_shard = from_shard, to_shard
         changes = (from_role, from_shard) != (role, to_shard)
         if request.dry_run or not changes:
-            planned.outcome = "planned" if changes else "no change"
+            planned.outcome = f"planned{load_in_words(member.facts, role)}" if changes else "no change"
             return pb.MoveInstanceResponse(move=planned)
         try:
             given = await self._membership.assign(
@@ -163,7 +163,7 @@ class FleetServicer:
         except MembershipUnavailable as error:
             await _unavailable(context, error)
         planned.start_time.CopyFrom(_timestamp(given.at_time_s))
-        planned.outcome = "ordered"
+        planned.outcome = f"ordered{load_in_words(member.facts, role)}"
         return pb.MoveInstanceResponse(move=planned)
 
     async def pin_instance(self, request: pb.PinInstanceRequest, context: Context) -> pb.PinInstanceResponse:

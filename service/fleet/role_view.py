@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protos.plaserve.v1 import fleet_pb2 as pb
+from service.core.types import Role
 from service.fleet.membership import Facts, FleetSnapshot, MemberKind, Move
 from service.fleet.role_facts import MoveEnd, MoveState, engines_of, move_of, moves_of
 
@@ -34,6 +35,14 @@ def describe_ends(made: Sequence[pb.RoleMove], moves: Sequence[Move], snapshot: 
             shown.outcome += f": {in_words(state)}"
             if isinstance(state.at, MoveEnd):
                 shown.end_time.FromNanoseconds(round(state.at_time_s * 1e9))
+
+
+def load_in_words(facts: Facts, role: Role) -> str:
+    """What a move to `role` takes, to be put after what is done; empty where it is a label."""
+    engines = engines_of(facts)
+    if engines is None or not engines.loads(role):
+        return ""
+    return f"; it loads engine {engines.engines[role]}, drain and load took {engines.move_s:.0f} s last"
 
 
 def in_words(state: MoveState) -> str:

@@ -37,7 +37,7 @@ from service.fleet.role_facts import (
     move_of,
     moves_of,
 )
-from service.fleet.role_view import describe_ends, describe_moves
+from service.fleet.role_view import describe_ends, describe_moves, load_in_words
 
 P = MovePhase
 
@@ -302,6 +302,12 @@ async def test_operators_see_the_phase_the_cost_and_what_came_of_it() -> None:
     assert "moving: loading 3 s" in text
     assert "last move failed: no device memory" in text
     assert "failed in 11.8 s" in printed(moves_view(pb.ListMovesResponse(moves=moves)))
+
+
+def test_an_order_says_what_it_takes() -> None:
+    assert load_in_words(engines(move_s=41.6), Role.LP).endswith("engine lp, drain and load took 42 s last")
+    assert load_in_words(engines(), Role.MIXED) == ""
+    assert load_in_words({}, Role.LP) == ""
 
 
 def printed(what: Any) -> str:
