@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TEST_PROCESSES ?= 2
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo fleet-demo test check chaos-sim chart-check lab lab-smoke gpu-check protos clean
+.PHONY: setup demo fleet-demo test check chaos chaos-sim chart-check lab lab-smoke gpu-check protos clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,11 @@ test: setup
 # Faults by seed, in virtual time, every law checked: some ten minutes on two cores. `make test` runs 500 of them.
 chaos-sim: setup
 	$(BIN)/python -m service.sim.chaos --seeds 0:5000 --calm
+
+# Faults by seed on real processes (etcd and a small fleet on loopback), every law checked: some eight minutes on
+# two idle cores. As root also with a network for each process, to cut it off (iproute2).
+chaos: setup
+	$(BIN)/python -m service.bench.chaos --seeds 0:20
 
 # The Helm chart and container files, rendered and checked without a cluster. What it installs is 400 MB.
 chart-check: setup

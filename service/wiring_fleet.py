@@ -27,6 +27,7 @@ from service.fleet.backends import make_membership
 from service.fleet.controller import ControllerSettings, RolesStay
 from service.fleet.health import LinkSettings
 from service.fleet.membership import Membership
+from service.fleet.place import ALIVE
 from service.fleet.pressures import Pressures
 from service.fleet.probe import HealthPort
 from service.fleet.processes import (
@@ -86,7 +87,7 @@ def place_of(options: FleetOptions, kind: str) -> Place:
     if kind in ("worker", "scheduler") and (len(options.shards) > 1 or options.shard == EVERY_SHARD):
         raise SettingsError(f"fleet.shard: a {kind} is of one shard, got {options.shard}; name one")
     member_id = options.member_id or f"{kind}-{socket.gethostname()}"
-    opener = channel_opener(tls, SETTING, _MESSAGES)
+    opener = channel_opener(tls, SETTING, (*_MESSAGES, *ALIVE))
     return Place(member_id, options.shard, options.listen, opener, options.advertise, tls)
 
 

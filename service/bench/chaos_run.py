@@ -177,6 +177,8 @@ def _amiss(run: _Run, before: dict[str, int], fleet: pb.GetFleetResponse) -> lis
     unknown = {p.name for p in run.rig.parts.values() if p.kind is not Kind.CONTROLLER} - known
     found += [f"{name} is no member" for name in sorted(unknown)]
     for each in fleet.instances:
+        if each.state == "unseen":
+            found.append(f"no load is known of {each.instance_id}")
         if each.target_role and each.role != each.target_role:
             found.append(f"{each.instance_id} has not the role that it is to have")
     return found

@@ -19,6 +19,19 @@ log = logging.getLogger(__name__)
 SETTING = "fleet.tls"
 JOIN_TIMES_MAX = 60  # an earlier life of a member may hold its name until its lease is over
 JOIN_EACH_S = 0.5
+# A peer that is cut off breaks no stream: TCP waits for a quarter of an hour, and after a cut as long again
+# as it took. So every connection is asked whether it still reaches anybody, and ends when no answer comes.
+ALIVE_MS, ANSWER_MS = 2000, 3000
+ALIVE = (
+    ("grpc.keepalive_time_ms", ALIVE_MS),
+    ("grpc.keepalive_timeout_ms", ANSWER_MS),
+    ("grpc.http2.ping_timeout_ms", ANSWER_MS),  # of gRPC's own pings, which keep others from being sent: 60 s
+    ("grpc.http2.max_pings_without_data", 0),
+)
+ASKED = (  # at the other end, which would take being asked so often for abuse
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", ALIVE_MS // 4),
+    ("grpc.http2.max_ping_strikes", 0),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +56,7 @@ class Port:
 
     def __init__(self, place: Place, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         self._place = place
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *ALIVE, *ASKED))
         self._server.add_generic_rpc_handlers(tuple(handlers))
         self.address = ""
 
