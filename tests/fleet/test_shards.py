@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc.aio
+import pytest
 from test_processes import CAPABILITIES, COST, LINK, PROFILES, SCALE, read, until
 
 from engines.blocks import chain_hashes
@@ -19,10 +20,12 @@ from service.core.reconcile import MoveReason
 from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec, Outcome, Request, Role
 from service.fleet.controller import ControllerSettings, RolesStay
+from service.fleet.link import Caller
 from service.fleet.memory import MemoryFleet
 from service.fleet.place import Place
 from service.fleet.processes import ControllerProcess, FrontEndProcess, SchedulerProcess, WorkerProcess
 from service.fleet.remote_runtime import RemoteHandle, RemoteSettings
+from service.fleet.remote_worker import RemoteWorker, WorkerUnavailable
 from service.fleet.shard_choice import by_session
 from service.fleet.shard_controller import ShardSettings
 from service.fleet.shards import shard_capacities
@@ -302,6 +305,20 @@ async def test_a_worker_goes_to_another_shard_under_load_and_nothing_is_lost() -
         await made.want("a1", "a")  # and back: the shard that it was in before obeys its old epoch
         await until(lambda: made.used() == {"a": {"a0", "a1"}, "b": {"b0"}})
         answered(await asyncio.gather(*(read(submit(front_end, f"y{n}")) for n in range(6))))
+
+
+async def test_a_scheduler_of_another_shard_is_refused_and_does_not_stand_down() -> None:
+    """Its epoch is lower than that of the worker's shard, which says nothing."""
+    async with fleet(a=1, b=1) as made:
+        reigns = [made.schedulers[name].gate.reign for name in ("a-s0", "b-s0")]
+        assert reigns[0].epoch < reigns[1].epoch == made.workers["b0"].servicer.epoch
+        caller = Caller("a-s0", reigns[0].epoch, 1000, 1, shard="a")
+        remote = RemoteWorker(made.workers["b0"].address, caller, grpc.aio.insecure_channel, LINK)
+        with pytest.raises(WorkerUnavailable, match="of shard b"):
+            await remote.start()
+        assert not remote.stale.done()
+        await remote.close()
+        assert made.used() == {"a": {"a0"}, "b": {"b0"}}
 
 
 async def test_a_move_that_is_taken_back_while_it_drains_is_called_off_at_once() -> None:
