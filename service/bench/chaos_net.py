@@ -41,8 +41,9 @@ def missing() -> str:
 def enter(module: str, arguments: Sequence[str]) -> None:
     """Begin this program anew, in a network and a mount namespace of its own. Does not return."""
     inner = [sys.executable, "-m", module, *arguments, INSIDE]
-    up = 'ip link set lo up && exec "$@"'
-    os.execvp("unshare", ["unshare", "--net", "--mount", "--", "sh", "-c", up, "sh", *inner])
+    # `ip netns` keeps a file for each name: here they are nobody else's, and gone with the last process.
+    begin = 'ip link set lo up && mkdir -p /run/netns && mount -t tmpfs none /run/netns && exec "$@"'
+    os.execvp("unshare", ["unshare", "--net", "--mount", "--", "sh", "-c", begin, "sh", *inner])
 
 
 @dataclass(slots=True)
