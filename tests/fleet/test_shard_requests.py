@@ -1,4 +1,4 @@
-"""Requests find their shard: sessions theirs, the rest the less loaded, another one where it takes nothing."""
+"""Requests find their shard: sessions theirs, the rest the less loaded, others where it takes nothing."""
 
 from __future__ import annotations
 
