@@ -7,6 +7,7 @@ certificates are made with openssl and are good for a day.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -55,12 +56,16 @@ class Network:
     @classmethod
     def open(cls, names: Sequence[str]) -> Network:
         """Raises NetworkError."""
-        _ip("link", "add", BRIDGE, "type", "bridge")
-        _ip("addr", "add", f"{HUB}/24", "dev", BRIDGE)
-        _ip("link", "set", BRIDGE, "up")
         made = cls()
-        for number, name in enumerate(names, start=10):
-            made._add(name, f"10.231.0.{number}")
+        try:
+            _ip("link", "add", BRIDGE, "type", "bridge")
+            _ip("addr", "add", f"{HUB}/24", "dev", BRIDGE)
+            _ip("link", "set", BRIDGE, "up")
+            for number, name in enumerate(names, start=10):
+                made._add(name, f"10.231.0.{number}")
+        except NetworkError:
+            made.close()
+            raise
         return made
 
     def _add(self, name: str, address: str) -> None:
@@ -84,9 +89,10 @@ class Network:
         _ip("link", "set", f"v-{name}", "up")
 
     def close(self) -> None:
-        for name in self.addresses:
-            _ip("netns", "del", name)
-        _ip("link", "del", BRIDGE)
+        """Whatever of it is there; all of it goes with the run in any case."""
+        for gone in (*(("netns", "del", name) for name in self.addresses), ("link", "del", BRIDGE)):
+            with contextlib.suppress(NetworkError):
+                _ip(*gone)
         self.addresses.clear()
 
 
