@@ -81,7 +81,7 @@ def score_run(case: Case, result: SimResult, window: Window, rate_per_s: float, 
     arrived = {lane: sum(r.lane is lane for r in measured) for lane in Lane}
     missed = {lane: sum(r.lane is lane and not met(r) for r in measured) for lane in Lane}
     moves = pressure_moves(result.role_moves)
-    path = path_of(result)
+    path = path_of(result, window)
     return RunScore(
         seed=seed,
         rate_per_s=rate_per_s,
@@ -127,7 +127,8 @@ def changes(case: Case) -> list[tuple[float, str]]:
     return [(at_s, " and ".join(dict.fromkeys(whats))) for at_s, whats in sorted(found.items())]
 
 
-def path_of(result: SimResult) -> Path:
+def path_of(result: SimResult, window: Window) -> Path:
+    """Up to the end of the window: of what comes after it the run does not wait for all answers."""
     assert result.samples is not None
     samples = result.samples
     times = np.array(samples.time_s)
@@ -136,12 +137,12 @@ def path_of(result: SimResult) -> Path:
         tuple(samples.sp),
         tuple(samples.lp),
         tuple(samples.mixed),
-        {lane: _attainment(result.records.values(), lane, times) for lane in Lane},
+        {lane: _attainment(result.records.values(), lane, times, window.end_s) for lane in Lane},
     )
 
 
 def _attainment(
-    records: Iterable[SimRecord], lane: Lane, times_s: NDArray[np.float64]
+    records: Iterable[SimRecord], lane: Lane, times_s: NDArray[np.float64], end_s: float
 ) -> tuple[float | None, ...]:
     """At each moment, of the requests of a lane that arrive within half of `SEEN_PERIODS` seconds of it."""
     pairs = sorted((r.request.arrival_s, met(r)) for r in records if r.lane is lane)
@@ -150,8 +151,10 @@ def _attainment(
     first = np.searchsorted(arrivals, times_s - SEEN_PERIODS / 2.0)
     end = np.searchsorted(arrivals, times_s + SEEN_PERIODS / 2.0)
     return tuple(
-        float((good[b] - good[a]) / (b - a)) if b - a >= LANE_SEEN_MIN else None
-        for a, b in zip(first.tolist(), end.tolist(), strict=True)
+        float((good[b] - good[a]) / (b - a))
+        if b - a >= LANE_SEEN_MIN and at_s <= end_s - SEEN_PERIODS / 2.0
+        else None
+        for at_s, a, b in zip(times_s.tolist(), first.tolist(), end.tolist(), strict=True)
     )
 
 
