@@ -39,20 +39,22 @@ SETTLE_S_MAX = 8.0  # beyond what a front end that is gone is waited for
 ROUND_S = 0.5
 PROBE = (40, 60, 90, 6000)  # prompt tokens of one round, to each front end
 PROBE_NUMBERS = 1_000_000  # the prompts are nobody else's
+DETAIL_CHARS = 120
 PORT = 7000  # of a process that has an address of its own
 
 
 @dataclass(slots=True)
 class Report:
-    """What a run came to. broken: the laws that it broke. recovered_s: after the last heal, until all was
-    well; None: never. waited_for: what was the last to come. wait_s_max: the longest that a request without
-    a deadline took."""
+    """What a run came to. broken: the laws that it broke. failures: what clients were told that were refused
+    or failed, and how often. recovered_s: after the last heal, until all was well; None: never. waited_for:
+    what was the last to come. wait_s_max: the longest that a request without a deadline took."""
 
     seed: int
     broken: list[str] = field(default_factory=list)
     happened: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     endings: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
     recovered_s: float | None = None
     waited_for: list[str] = field(default_factory=list)
     wait_s_max: float = 0.0
@@ -212,6 +214,8 @@ def _judge(run: _Run) -> None:
         report.broken += laws.calm_laws(heard)
     asked = [each for each in heard if not each.name.startswith("p")]
     report.endings = dict(Counter(each.status for each in asked))
+    bad = [each for each in asked if each.status in ("UNAVAILABLE", "RESOURCE_EXHAUSTED")]
+    report.failures = dict(Counter(f"{each.status}: {each.detail}"[:DETAIL_CHARS] for each in bad))
     waits = [each.end_s - each.send_s for each in asked if each.ask.deadline_s is None and not each.went]
     report.wait_s_max = max(waits, default=0.0)
     report.epochs = len(run.watch.epochs)
