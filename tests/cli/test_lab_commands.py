@@ -51,6 +51,8 @@ def test_simulate_is_the_same_twice(tmp_path: Path) -> None:
         (("lab", "run", "nosuch"), "quick"),
         (("lab", "run", "smoke", "--case", "nosuch"), "nosuch"),
         (("lab", "exhibits", "nosuch"), "interference"),
+        (("lab", "controllers", "--case", "nosuch"), "flip-90-10"),
+        (("lab", "controllers", "--load", "0"), "loads"),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(arguments: tuple[str, ...], named: str) -> None:

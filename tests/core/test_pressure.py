@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.core.pressure import (
+    SHARED_AT_FIRST,
+    Demand,
     PressureController,
     PressureSettings,
     controller_for,
@@ -19,7 +21,7 @@ from service.core.pressure import (
 )
 from service.core.reconcile import FleetView, InstanceLoad, MoveReason
 from service.core.settings import Mode, SchedulerSettings
-from service.core.types import Role
+from service.core.types import Lane, Role
 
 KNOBS = SchedulerSettings()
 SP, LP, MIXED = Role.SP, Role.LP, Role.MIXED
@@ -136,15 +138,20 @@ def test_a_pool_that_is_busy_with_small_passes_gets_nobody(busy: list[float]) ->
         assert not controller.step(quiet(2, 6, used), float(period))
 
 
-def test_a_loaded_pool_tells_what_shorts_take() -> None:
-    """Once the short pool is loaded, what its work takes is learnt up as well as down."""
-    demands = []
-    for busy, long_busy in ((0.97, 0.97), (0.9, 0.8)):
-        controller = spatial()
-        for period in range(60):
-            controller.step(quiet(3, 5, busy, long_busy), float(period))
-        demands.append(controller.predicted(8))
-    assert demands[0].pooled_score > demands[1].pooled_score
+@pytest.mark.parametrize(
+    ("busy", "long_busy", "sign"),
+    [(0.84, 0.97, 0), (0.95, 0.9, 1), (0.3, 0.8, -1)],
+    ids=["quiet", "loaded", "less"],
+)
+def test_what_shorts_take_is_learnt_up_only_from_a_loaded_pool(
+    busy: float, long_busy: float, sign: int
+) -> None:
+    """More than is known is believed of a loaded pool only; less is believed of any."""
+    demand_seen = Demand()
+    for _ in range(80):
+        demand_seen.look(quiet(2, 6, busy, long_busy))
+    change = demand_seen.of(Lane.SHORT) - SHARED_AT_FIRST * 2.75
+    assert abs(change) < 1e-9 if sign == 0 else change * sign > 0.3
 
 
 @pytest.mark.parametrize("instances", [4, 8, 16, 64, 200])
