@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 scenario = scenario_of(_settings(asked, seed))
                 stem = asked.out / f"{asked.case}-{seed}"
-                run = asyncio.run(_fleet(scenario, asked.out / stem.name, Lines(console)))
+                run = asyncio.run(_fleet(scenario, asked.out / stem.name, Lines(console), asked.nice))
         except (EtcdError, RigError, OSError, ValueError) as error:
             sys.stderr.write(f"{error}\n")
             return 2
@@ -196,12 +196,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if outside else 0
 
 
-async def _fleet(scenario: Scenario, folder: Path, say: Lines) -> FleetRun:
+async def _fleet(scenario: Scenario, folder: Path, say: Lines, nice: int | None) -> FleetRun:
     """SIGTERM ends it as Ctrl-C does: processes are stopped."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await run_fleet(scenario, folder, say)
+    return await run_fleet(scenario, folder, say, nice)
 
 
 def _settings(asked: argparse.Namespace, seed: int) -> DemoSettings:
@@ -230,6 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--scale", type=float, default=SCALE, help="wall seconds per modelled second")
     parser.add_argument("--workers", type=int, default=6)
+    parser.add_argument("--nice", type=int, help="of all processes, on a busy machine; root for less than 0")
     parser.add_argument("--again", type=Path, metavar="JSON", help="compare a run that is over once more")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder for figures, pictures and logs")
     return parser

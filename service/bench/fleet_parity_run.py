@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -51,11 +51,15 @@ class FleetRun:
     faults: tuple[str, ...]
 
 
-async def run_fleet(scenario: Scenario, folder: Path, say: Callable[[str], None]) -> FleetRun:
-    """Raises EtcdError, RigError."""
+async def run_fleet(
+    scenario: Scenario, folder: Path, say: Callable[[str], None], nice: int | None = None
+) -> FleetRun:
+    """nice: of every process of the fleet and of this one. Raises EtcdError, RigError, PermissionError."""
     async with fleet_rig(scenario.rig, folder) as rig:
         say(f"starting {len(rig.parts)} processes and etcd")
         await rig.start()
+        if nice is not None:
+            prefer([os.getpid(), rig.etcd.pid, *_pids(rig)], nice)
         watch = FleetWatch(rig, lambda: 0.0)
         await _all_in_use(watch, scenario)
         period_s = simulator_input(scenario).make_controller().period_s
@@ -65,6 +69,21 @@ async def run_fleet(scenario: Scenario, folder: Path, say: Callable[[str], None]
             addresses, timeout_s=TIMEOUT_S, in_flight_max=4000, channels=CHANNELS, message=message
         ) as generator:
             return await _under_load(scenario, rig, watch, generator, say)
+
+
+def prefer(pids: Sequence[int], nice: int) -> None:
+    """All their threads, and the group that Linux makes of each session where it does so (autogroup): without
+    that, nice counts within a session only. Raises PermissionError: below 0 it is for root."""
+    for pid in pids:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), nice)
+        group = Path(f"/proc/{pid}/autogroup")
+        if group.exists():
+            group.write_text(str(nice), encoding="ascii")
+
+
+def _pids(rig: FleetRig) -> list[int]:
+    return [part.process.pid for part in rig.parts.values() if part.process is not None]
 
 
 async def _all_in_use(watch: FleetWatch, scenario: Scenario) -> None:

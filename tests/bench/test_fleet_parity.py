@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
@@ -29,7 +31,7 @@ from service.bench.fleet_parity_plan import (
     simulator_input,
 )
 from service.bench.fleet_parity_report import Parity, compare, view
-from service.bench.fleet_parity_run import FleetRun
+from service.bench.fleet_parity_run import FleetRun, prefer
 from service.bench.fleet_plan import DemoSettings
 from service.bench.fleet_watch import Sample
 from service.bench.loadgen import Ending
@@ -257,3 +259,14 @@ def test_a_machine_that_stood_still_is_told(scenario: Scenario, side: Side) -> N
     assert "stood still" in console.export_text()
     console.print(view(compare(scenario, run_of(side), side)))
     assert "stood still" not in console.export_text()
+
+
+def test_preference_is_of_the_whole_process_and_its_session() -> None:
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        try:
+            prefer([process.pid], 5)
+            assert os.getpriority(os.PRIO_PROCESS, process.pid) == 5
+            group = Path(f"/proc/{process.pid}/autogroup")
+            assert not group.exists() or group.read_text().split()[-1] == "5"
+        finally:
+            process.kill()
