@@ -31,8 +31,8 @@ test: setup
 chaos-sim: setup
 	$(BIN)/python -m service.sim.chaos --seeds 0:5000 --calm
 
-# Faults by seed on real processes (etcd and a small fleet on loopback), every law checked: some eight minutes on
-# two idle cores. As root also with a network for each process, to cut it off (iproute2).
+# Faults by seed on real processes (etcd and a small fleet on loopback), every law checked: 14 minutes on two busy
+# cores. As root also with a network for each process, to cut it off (iproute2).
 chaos: setup
 	$(BIN)/python -m service.bench.chaos --seeds 0:20
 
