@@ -4,9 +4,9 @@
     python -m service.bench.chaos --seeds 7
     python -m service.bench.chaos --schedule var/chaos-real/seed-7/schedule.json
 
-A schedule takes half a minute. What breaks and how is in `chaos_plan`, who does it in `chaos_faults`, the laws
-in `chaos_laws`, and what must work again after the last fault in `chaos_run`. Where a law is broken, the logs
-of all processes are kept and it is said how to run the schedule again. Docs: docs/chaos.md.
+A schedule takes half a minute. What breaks and how is in `chaos_plan`, who does it in `chaos_faults`, the
+laws in `chaos_laws`, and what must work again after the last fault in `chaos_run`. Where a law is broken, the
+logs of all processes are kept and it is said how to run the schedule again. Docs: docs/chaos.md.
 """
 
 from __future__ import annotations
