@@ -73,12 +73,11 @@ def all_busy(instances: int, work: float) -> float:
 
 def predict(instances: int, short: Stream, long: Stream, instances_min: int = 1) -> Separation:
     """The scores of one pool and of the best two of at least `instances_min` each. Two that give a lane up
-    are no choice where one pool can serve both."""
+    are no choice: one pool that can't serve all gives up as little, and demand above capacity is a guess."""
     pooled = _pooled_score(instances, short, long)
-    fits = short.work_s_per_s + long.work_s_per_s < instances
     best, best_score = 0, math.inf
     for count in range(instances_min, instances - instances_min + 1):
-        if fits and (short.work_s_per_s >= count or long.work_s_per_s >= instances - count):
+        if short.work_s_per_s >= count or long.work_s_per_s >= instances - count:
             continue
         score = _alone_score(count, short) + _alone_score(instances - count, long)
         if score < best_score:

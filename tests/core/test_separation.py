@@ -56,6 +56,18 @@ def test_identical_lengths_are_pooled(instances: int, load: float, share: float)
     assert predict(instances, short, long).gain <= 1e-9
 
 
+@given(
+    instances=st.integers(2, 64),
+    load=st.floats(1.0, 3.0),
+    share=st.floats(0.05, 0.95),
+    long_s=st.floats(0.05, 5.0),
+)
+def test_what_does_not_fit_is_not_split(instances: int, load: float, share: float, long_s: float) -> None:
+    """Any two pools would give a lane up, and demand above capacity is a guess: shorts share passes."""
+    found = predict(instances, *streams(load * instances, share, long_s, long_s))
+    assert (found.short_instances, found.gain) == (0, -math.inf)
+
+
 @given(instances=st.integers(2, 64), load=st.floats(0.05, 0.9), share=st.floats(0.1, 0.5))
 def test_chunks_take_the_reason_away(instances: int, load: float, share: float) -> None:
     """The shorter the longest pass, the better one pool; with passes as short as those of shorts it is never
