@@ -26,6 +26,7 @@ from service.fleet import CONTROLLER_LISTEN
 from service.fleet.backends import make_membership
 from service.fleet.controller import ControllerSettings, RolesStay
 from service.fleet.health import LinkSettings
+from service.fleet.load import LOOK_S_MAX
 from service.fleet.membership import Membership
 from service.fleet.place import ALIVE
 from service.fleet.pressures import Pressures
@@ -250,7 +251,8 @@ async def run_scheduler(settings: Settings, ready: ReadyAt) -> None:
 
 
 async def run_controller(settings: Settings, ready: ReadyAt) -> None:
-    """Where policy or mode move no roles it balances shards only. Raises ServiceBroken when its loop ends."""
+    """Where policy or mode move no roles it balances shards only. Raises ServiceBroken when its loop ends, and
+    SettingsError for a controller that looks too seldom."""
     place = place_of(settings.fleet, "controller")
     if "listen" not in settings.fleet.model_fields_set:
         place = replace(place, listen=CONTROLLER_LISTEN)
@@ -258,6 +260,12 @@ async def run_controller(settings: Settings, ready: ReadyAt) -> None:
     def make() -> Controller:
         return make_controller(settings.policy, settings.scheduler) or RolesStay()
 
+    period_s = make().period_s
+    if period_s >= LOOK_S_MAX:
+        raise SettingsError(
+            f"policy: period_s is {period_s:g}; a controller of a fleet must look more often than every "
+            f"{LOOK_S_MAX:g} s, or a scheduler takes each look for the first. Give a shorter one"
+        )
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
         shards = ShardSettings(overdue_s=settings.fleet.move_drain_s + SHARD_MARGIN_S)

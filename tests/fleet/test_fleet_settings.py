@@ -16,8 +16,8 @@ from service.fleet.etcd import EtcdStore
 from service.fleet.membership import Member, MemberKind
 from service.fleet.memory import MemoryFleet, MemoryStore
 from service.fleet.settings import FleetSettings
-from service.settings import FleetOptions, SettingsError
-from service.wiring_fleet import link_of, place_of
+from service.settings import FleetOptions, Settings, SettingsError
+from service.wiring_fleet import link_of, place_of, run_controller
 
 
 @pytest.mark.parametrize(
@@ -106,3 +106,10 @@ def test_a_front_end_may_have_several_shards_and_others_one(given: Any, shards: 
 def test_a_bad_shard_is_refused_by_name(given: Any) -> None:
     with pytest.raises(ValidationError, match="shard"):
         FleetOptions(shard=given)
+
+
+async def test_a_controller_that_looks_too_seldom_is_refused() -> None:
+    """A scheduler would take each of its looks for the first, and nothing would ever be decided."""
+    settings = Settings(policy="plaserve:period_s=10")
+    with pytest.raises(SettingsError, match="period_s is 10"):
+        await run_controller(settings, lambda address: None)
