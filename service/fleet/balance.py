@@ -10,7 +10,8 @@ the giving shard has most more of. So a shard keeps its split, and nothing is sw
   answer is none.
 - Of a fleet at most ceil(5 %) are under way at a time, because a worker on its way serves nobody.
 - No shard gives its last worker, nor the last of a role that it has made a pool of.
-- Pinned workers and those on their way stay as they are.
+- Pinned workers and those on their way stay as they are. A pinned one on its way may be so for ever, so it is
+  none of those that may be under way.
 - A retired shard gives all that it has, the last one when nothing waits there any more.
 - Workers go only where theirs is served: the same model and bundle. Where a fleet has several, an empty shard
   is left to whoever starts its workers.
@@ -73,7 +74,8 @@ def balance_shards(shards: Iterable[ShardState], workers: Iterable[WorkerPlace])
     states = sorted(shards, key=lambda shard: shard.name)
     fleet = _Fleet(states, workers)
     moves: list[ShardMove] = []
-    may_begin = moves_max(len(fleet.places)) - sum(place.moving for place in fleet.places.values())
+    under_way = sum(place.moving and not place.pinned for place in fleet.places.values())
+    may_begin = moves_max(len(fleet.places)) - under_way
     while move := _from_retired(fleet, under_way=True) or (
         (_from_retired(fleet, under_way=False) or _to_even_out(fleet)) if may_begin > 0 else None
     ):

@@ -162,14 +162,16 @@ def places_of(snapshot: FleetSnapshot, resting: Mapping[str, float]) -> list[Wor
 
 
 def states_of(snapshot: FleetSnapshot, views: Mapping[str, FleetView]) -> list[ShardState]:
-    """Every shard that has a scheduler or a worker, or is wanted for one. One that is led and does not answer
-    may hold requests."""
+    """Every shard that has a scheduler or a worker, or is wanted for one. One that is led and does not answer,
+    or has no worker in use, may hold requests: what waits is counted by worker."""
     workers = snapshot.of(MemberKind.WORKER)
     names = scheduled(snapshot) | {w.shard for w in workers} | {wanted_shard(snapshot, w) for w in workers}
     states: list[ShardState] = []
     for name in sorted(names):
         led, view = address_of(snapshot, name) is not None, views.get(name)
-        waits = any(load.requests_waiting for load in view.instances) if view is not None else led
+        waits = led
+        if view is not None:
+            waits = not view.instances or any(load.requests_waiting for load in view.instances)
         states.append(ShardState(name, takes=led, retired=name in snapshot.retired, holds=waits))
     return states
 

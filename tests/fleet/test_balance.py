@@ -68,7 +68,7 @@ def test_no_more_are_under_way_than_may_be_and_none_that_may_not(
     assert len({move.worker_id for move in moves}) == len(moves)
     begun = [move for move in moves if not before[move.worker_id].moving]
     if begun:
-        assert len(begun) + sum(w.moving for w in workers) <= moves_max(len(workers))
+        assert len(begun) + sum(w.moving and not w.pinned for w in workers) <= moves_max(len(workers))
     for move in moves:
         worker, target, origin = before[move.worker_id], states[move.to_shard], states[move.from_shard]
         assert not worker.pinned
@@ -132,6 +132,14 @@ def test_the_last_worker_the_last_of_a_pool_and_pinned_ones_stay() -> None:
     pinned = [replace(worker, pinned=True) for worker in fleet(a=5)]
     assert balance_shards(shards, pinned) == ()
     assert balance_shards([replace(shards[0], retired=True), shards[1]], pinned) == ()
+
+
+def test_a_pinned_worker_that_never_arrives_stops_nobody_else() -> None:
+    shards = [ShardState("a"), ShardState("b"), ShardState("c", retired=True)]
+    stuck = WorkerPlace("x", "b", moving=True, pinned=True)
+    assert [m.reason for m in balance_shards(shards, [*fleet(a=5, b=2), stuck])] == [MoveReason.BALANCE]
+    assert [m.reason for m in balance_shards(shards, [*fleet(a=5, b=5, c=1), stuck])] == [MoveReason.RETIRED]
+    assert balance_shards(shards, [*fleet(a=5, b=2), replace(stuck, pinned=False)]) == ()
 
 
 def test_calibrations_that_differ_a_little_are_no_reason_to_stay() -> None:

@@ -185,6 +185,23 @@ async def test_who_leaves_the_fleet_is_no_capacity_and_a_silent_shard_may_hold_r
     assert (states["s"].takes, states["s"].holds, states["t"].holds) == (True, True, False)
 
 
+async def test_the_last_worker_of_a_retired_shard_stays_while_its_link_is_down() -> None:
+    """What waits is not seen then; it is not nothing."""
+    made = await rig("a")
+    await shards(made, "s", "t")
+    await made.membership.join(Member("b", MemberKind.WORKER, "b:1", "t"))
+    await made.membership.retire("s", True, by="me")
+    await made.settle()
+    made.loads = Loads({"s": view(), "t": view(load("b"))})
+    controller = made.controller(RolesStay)
+    await controller.round(None)
+    assert made.wanted == {}
+    made.loads.views["s"] = view(load("a"))
+    await controller.round(None)
+    await made.settle()
+    assert made.membership.snapshot().assignments["a"].shard == "t"
+
+
 async def test_a_move_of_a_pinned_worker_is_not_taken_back() -> None:
     made = await rig("a", "b")
     await shards(made, "s", "t")
