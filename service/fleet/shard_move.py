@@ -64,7 +64,11 @@ class ShardMover:
         here = self._lease.member
         wanted, target = snapshot.assignments.get(here.member_id), wanted_shard(snapshot, here)
         if self._moving is not None and not self._moving.done():
-            if self._leaving or target == self._target:
+            if target == self._target:
+                return
+            if self._leaving:  # to its end, which is bounded; what is wanted by then may be another shard
+                await asyncio.wait({self._moving})
+                await self._look(self._membership.snapshot())
                 return
             log.info("the move to shard %s is called off", self._target)
             await self._call_off()

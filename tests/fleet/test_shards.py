@@ -16,6 +16,7 @@ from service.fleet.link import Caller
 from service.fleet.remote_worker import RemoteWorker, WorkerUnavailable
 from service.fleet.shard_choice import by_session
 from service.fleet.shard_controller import ShardSettings
+from service.fleet.shard_move import ShardMover
 
 # --- workers ---
 
@@ -69,6 +70,45 @@ async def test_a_move_that_is_taken_back_while_it_drains_is_called_off_at_once()
         assert reign._takeovers == 1  # it was never given up
         answered(await asyncio.gather(*long))
         assert made.used() == {"a": {"a0"}, "b": {"b0"}}
+
+
+async def test_a_move_that_is_taken_back_while_it_leaves_ends_and_the_worker_comes_back(monkeypatch) -> None:
+    leaving, go = asyncio.Event(), asyncio.Event()
+
+    async def read_out(mover: ShardMover) -> None:
+        leaving.set()
+        await go.wait()
+
+    monkeypatch.setattr(ShardMover, "_read_out", read_out)
+    async with fleet(a=2, b=1) as made:
+        await made.want("a1", "b")
+        await asyncio.wait_for(leaving.wait(), 20)
+        await made.want("a1", "a")
+        mine = made.workers["a1"]._membership
+        await until(lambda: mine.snapshot().assignments["a1"].shard == "a")
+        await asyncio.sleep(0)  # it has looked, and waits
+        go.set()
+        await until(lambda: made.used() == {"a": {"a0", "a1"}, "b": {"b0"}})
+        assert made.snapshot.members["a1"].shard == "a"
+        answered(await asyncio.gather(*(read(submit(made.front_ends["fe"], f"r{n}")) for n in range(4))))
+
+
+async def test_a_worker_that_stops_while_it_leaves_does_not_wait_for_that(monkeypatch) -> None:
+    leaving = asyncio.Event()
+
+    async def read_out(mover: ShardMover) -> None:
+        leaving.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ShardMover, "_read_out", read_out)
+    async with fleet(a=2, b=1) as made:
+        await made.want("a1", "b")
+        await asyncio.wait_for(leaving.wait(), 20)
+        await made.want("a1", "a")
+        mine = made.workers["a1"]._membership
+        await until(lambda: mine.snapshot().assignments["a1"].shard == "a")
+        await asyncio.wait_for(made.workers.pop("a1").close(), 20)
+        await until(lambda: made.used() == {"a": {"a0"}, "b": {"b0"}})
 
 
 async def test_a_move_to_a_shard_without_a_scheduler_waits_and_serves_on() -> None:
