@@ -41,7 +41,7 @@ from service.fleet.membership import (
 )
 from service.fleet.pressures import Pressures
 from service.fleet.role_view import describe_ends, describe_moves, load_in_words
-from service.fleet.shards import wanted_shard
+from service.fleet.shards import in_words, served_by, shard_capacities, wanted_shard
 
 NAME = "plaserve.v1.FleetService"
 PAGE_MAX = 200
@@ -129,7 +129,7 @@ class FleetServicer:
         snapshot = self._membership.snapshot()
         wanted = snapshot.assignments.get(member.member_id)
         from_role, from_shard = _present(member, wanted), wanted_shard(snapshot, member)
-        to_shard = await self._target(request.shard_id, context) or from_shard
+        to_shard = await self._target(request.shard_id, member, context) or from_shard
         stays = request.shard_id and request.role == pb.ROLE_UNSPECIFIED
         role = from_role if stays else await self._role(request.role, context)
         planned = pb.RoleMove(
@@ -192,8 +192,12 @@ class FleetServicer:
                 f"shard_id: no shard {name!r} in this fleet; there are {', '.join(sorted(known)) or 'none'}"
             )
             await context.abort(grpc.StatusCode.NOT_FOUND, what)
-        if request.retired and not other_takers(snapshot, name):
-            what = f"shard_id: no other shard than {name} takes requests; start another one first"
+        capacities = shard_capacities(snapshot)
+        if request.retired and not any(capacities[other] > 0.0 for other in other_takers(snapshot, name)):
+            what = (
+                f"shard_id: no other shard than {name} has a scheduler and a worker to take its requests; "
+                "start another one first, or send it a worker with `plaserve fleet move`"
+            )
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, what)
         try:
             await self._membership.retire(name, request.retired, by=request.by or "operator")
@@ -301,11 +305,20 @@ class FleetServicer:
             raise AssertionError("abort raises")
         return member
 
-    async def _target(self, shard: str, context: Context) -> str:
-        """A shard that a worker may be sent to; empty: none was named."""
-        takers = other_takers(self._membership.snapshot(), "")
+    async def _target(self, shard: str, worker: Member, context: Context) -> str:
+        """A shard that a worker may be sent to; empty: none was named. What it serves is what its workers
+        say; one without takes any."""
+        snapshot = self._membership.snapshot()
+        takers = other_takers(snapshot, "")
         if shard and shard not in takers:
             what = f"shard_id: no shard {shard!r} takes work; there are {', '.join(sorted(takers)) or 'none'}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, what)
+        there = [served_by(w) for w in snapshot.of(MemberKind.WORKER, shard)] if shard != worker.shard else []
+        if there and served_by(worker) not in there:
+            what = (
+                f"shard_id: {worker.member_id} serves {in_words(served_by(worker))}, shard {shard} "
+                f"{in_words(there[0])}; send it to a shard of its own model and bundle"
+            )
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, what)
         return shard
 

@@ -24,6 +24,7 @@ from service.fleet.load import LoadReport
 from service.fleet.membership import FleetSnapshot, Member, MemberKind, Membership
 from service.fleet.remote_worker import OpenChannel, RemoteWorker, WorkerUnavailable
 from service.fleet.scheduler_service import SchedulerIdentity, SchedulerServicer
+from service.fleet.shards import in_words, served_by
 from service.fleet.trace_link import TraceLink
 from service.runtime.contract import Observer
 from service.runtime.pump import Pump
@@ -172,15 +173,28 @@ class Reign:
             await asyncio.sleep(RETRY_S)
 
     def _add(self, name: str, held: _Held, worker: RemoteWorker, spec: InstanceSpec) -> None:
-        """Raises ValueError for a worker that says it is another one."""
+        """Raises ValueError for a worker that says it is another one, or that serves something else."""
         if spec.instance_id != name:
             raise ValueError(f"{held.member.address} calls itself {spec.instance_id}, membership says {name}")
         if self.servicer is None:
             self._open_to_front_ends(held.member, spec)
+        self._check_served(held.member)
         held.role = spec.role
         self.pump.add(worker)
         held.worker = worker
         self._follow_role(held)
+
+    def _check_served(self, member: Member) -> None:
+        """Front ends were told one model and bundle for the whole reign. It ends where all workers have
+        others by now. Raises ValueError."""
+        assert self.servicer is not None, "front ends were told"
+        identity, theirs = self.servicer.identity, served_by(member)
+        mine = identity.model, identity.bundle_id
+        if theirs == mine:
+            return
+        if all(served_by(held.member) != mine for held in self._held.values()):
+            self._end(f"its workers serve {in_words(theirs)} now, this reign {in_words(mine)}")
+        raise ValueError(f"it serves {in_words(theirs)}, shard {self.shard} serves {in_words(mine)}")
 
     def _follow_role(self, held: _Held) -> None:
         report = held.member.report
@@ -198,14 +212,14 @@ class Reign:
     # --- front ends ---
 
     def _open_to_front_ends(self, member: Member, spec: InstanceSpec) -> None:
-        facts = member.facts
+        model, bundle_id = served_by(member)
         identity = SchedulerIdentity(
             self.scheduler_id,
             self.epoch,
-            str(facts.get("model", "")),
-            str(facts.get("backend", self.backend)),
+            model,
+            str(member.facts.get("backend", self.backend)),
             self.policy,
-            str(facts.get("bundle_id", "")),
+            bundle_id,
             spec.capabilities,
         )
         self._heard.extend(self.observe(identity.model, identity.backend, spec.profiles.t_classes))

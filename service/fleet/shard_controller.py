@@ -25,7 +25,7 @@ from service.fleet.membership import (
     Membership,
     MembershipError,
 )
-from service.fleet.shards import address_of, scheduled, wanted_shard, worker_capacities
+from service.fleet.shards import address_of, scheduled, served_by, wanted_shard, worker_capacities
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def places_of(snapshot: FleetSnapshot, resting: Mapping[str, float]) -> list[Wor
                 worker_id,
                 target,
                 wanted.role if wanted is not None else _role(worker),
-                f"{worker.facts.get('model', '')} {worker.facts.get('bundle_id', '')}",
+                " ".join(served_by(worker)),
                 capacity,
                 moving=target != worker.shard,
                 pinned=(wanted is not None and wanted.pinned) or worker_id in resting,
@@ -162,8 +162,8 @@ def places_of(snapshot: FleetSnapshot, resting: Mapping[str, float]) -> list[Wor
 
 
 def states_of(snapshot: FleetSnapshot, views: Mapping[str, FleetView]) -> list[ShardState]:
-    """Every shard that has a scheduler or a worker, or is wanted for one. One that is led and does not answer,
-    or has no worker in use, may hold requests: what waits is counted by worker."""
+    """Every shard that has a scheduler or a worker, or is wanted for one. One that is led and does not
+    answer, or has no worker in use, may hold requests: what waits is counted by worker."""
     workers = snapshot.of(MemberKind.WORKER)
     names = scheduled(snapshot) | {w.shard for w in workers} | {wanted_shard(snapshot, w) for w in workers}
     states: list[ShardState] = []

@@ -63,6 +63,16 @@ def shard_capacities(snapshot: FleetSnapshot) -> Mapping[str, float]:
     return found
 
 
+def served_by(worker: Member) -> tuple[str, str]:
+    """The model and bundle that a worker says it serves; empty where it does not say."""
+    return str(worker.facts.get("model", "")), str(worker.facts.get("bundle_id", ""))
+
+
+def in_words(served: tuple[str, str]) -> str:
+    model, bundle_id = served
+    return f"{model or 'no model'} (bundle {bundle_id[:12] or 'none'})"
+
+
 def wanted_shard(snapshot: FleetSnapshot, worker: Member) -> str:
     """Where it is to be; where it is, if nobody wants it elsewhere."""
     wanted = snapshot.assignments.get(worker.member_id)

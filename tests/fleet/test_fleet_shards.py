@@ -78,6 +78,23 @@ async def test_where_nobody_leads_no_worker_is_sent() -> None:
         assert made.membership.snapshot().assignments == {}
 
 
+@pytest.mark.parametrize("there", [{"model": "n", "bundle_id": "x"}, {"model": "m", "bundle_id": "y" * 64}])
+async def test_a_worker_is_not_sent_to_a_shard_that_serves_something_else(there: dict[str, str]) -> None:
+    async with fleet("a") as made:
+        await shards(made, "s2", "s3")
+        for name, shard, facts in (("m", "s1", {"model": "m", "bundle_id": "x"}), ("n", "s2", there)):
+            await made.membership.join(Member(name, MemberKind.WORKER, f"{name}:1", shard, facts))
+        asked = pb.MoveInstanceRequest(instance_id="m", shard_id="s2")
+        shown = f"{there['model']} .bundle {there['bundle_id'][:12]}.;"
+        with pytest.raises(grpc.aio.AioRpcError, match=f"m serves m .bundle x., shard s2 {shown}") as caught:
+            await made.stub.MoveInstance(asked)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        asked.shard_id = "s3"  # an empty one serves what comes
+        assert (await made.stub.MoveInstance(asked)).move.outcome == "ordered"
+        asked.shard_id = "s1"
+        assert (await made.stub.MoveInstance(asked)).move.outcome == "ordered"
+
+
 async def test_a_shard_is_retired_only_where_another_takes_over() -> None:
     async with fleet("a") as made:
         asked = pb.RetireShardRequest(shard_id="s1", retired=True, by="me")
@@ -88,6 +105,11 @@ async def test_a_shard_is_retired_only_where_another_takes_over() -> None:
             await made.stub.RetireShard(pb.RetireShardRequest(shard_id="x", retired=True))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         await shards(made, "s2")
+        with pytest.raises(grpc.aio.AioRpcError, match=r"no other shard than s1 has .* a worker") as caught:
+            await made.stub.RetireShard(asked)  # it leads, and can serve nothing
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert made.membership.snapshot().retired == {}
+        await made.membership.join(Member("z", MemberKind.WORKER, "z:1", "s2"))
         answer = await made.stub.RetireShard(asked)
         assert (answer.shard.retired, answer.shard.note) == (True, "retired by me")
         await made.membership.pin("a", True, by="me")
@@ -99,7 +121,7 @@ async def test_a_shard_is_retired_only_where_another_takes_over() -> None:
 
 
 async def test_the_command_line_of_shards() -> None:
-    async with fleet("a", "b") as made:
+    async with fleet("a", "b", "c") as made:
         await shards(made, "s2")
         assert (await made.cli("move", "a", "--shard", "s2"))[1].strip() == "a: shard s1 -> s2, ordered"
         assert (await made.cli("move", "b", "lp", "--shard", "s2"))[
@@ -112,7 +134,7 @@ async def test_the_command_line_of_shards() -> None:
         code, said = await made.cli("status")
         assert code == 0
         assert all(
-            word in said for word in ("s1 -> s2", "sched-s2", "retired by", "0 / 0 / 2 -2", "0 / 0 / 0 +2")
+            word in said for word in ("s1 -> s2", "sched-s2", "retired by", "0 / 0 / 3 -2", "0 / 0 / 0 +2")
         )
         assert "shard s1 -> s2" in (await made.cli("history"))[1]
         assert (await made.cli("retire-shard", "s2", "--off"))[1].strip() == "shard s2: in service, 0 workers"

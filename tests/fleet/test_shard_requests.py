@@ -101,19 +101,38 @@ async def test_a_front_end_of_one_shard_leaves_the_others_alone() -> None:
         assert set(only._links) == {"b0"}
 
 
+async def of_model(made: Fleet, name: str, model: str) -> WorkerProcess:
+    worker = WorkerProcess(
+        made.place(name),
+        await made.membership(),
+        InstanceSpec(name, CAPABILITIES, PROFILES, COST.scaled(SCALE)),
+        TimedRunner(SimulatedModel(CAPABILITIES, PROFILES, COST), SCALE),
+        {"model": model, "bundle_id": ""},
+        LINK,
+    )
+    await worker.start()
+    return worker
+
+
 async def test_a_shard_of_another_model_is_not_used() -> None:
     async with fleet(a=1) as made:
         front_end = made.front_ends["fe"]
-        made.workers["b0"] = other = WorkerProcess(
-            made.place("b0"),
-            await made.membership(),
-            InstanceSpec("b0", CAPABILITIES, PROFILES, COST.scaled(SCALE)),
-            TimedRunner(SimulatedModel(CAPABILITIES, PROFILES, COST), SCALE),
-            {"model": "another", "bundle_id": ""},
-            LINK,
-        )
-        await other.start()
+        made.workers["b0"] = await of_model(made, "b0", "another")
         await made.scheduler("b-s0")
         await until(lambda: "b" in front_end.runtime.uplinks.shards and not front_end.runtime.uplinks.down)
         answered(await asyncio.gather(*(read(submit(front_end, f"r{n}", session=f"s{n}")) for n in range(8))))
         assert counts(made) == {"a": 8, "b": 0}
+
+
+async def test_a_worker_of_another_model_is_not_used_beside_the_others(caplog) -> None:
+    """It would answer for their model; once they are all gone the shard serves the other one."""
+    async with fleet(a=1) as made:
+        made.workers["a1"] = await of_model(made, "a1", "another")
+        await until(lambda: "shard a serves m (bundle none)" in caplog.text)
+        answered(await asyncio.gather(*(read(submit(made.front_ends["fe"], f"r{n}")) for n in range(6))))
+        assert made.used() == {"a": {"a0"}}
+        assert made.schedulers["a-s0"].reigns == 1
+        await made.workers.pop("a0").close()
+        await until(lambda: made.used() == {"a": {"a1"}})
+        assert made.schedulers["a-s0"].gate.reign.servicer.identity.model == "another"
+        assert made.schedulers["a-s0"].reigns == 2
