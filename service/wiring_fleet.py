@@ -251,8 +251,8 @@ async def run_scheduler(settings: Settings, ready: ReadyAt) -> None:
 
 
 async def run_controller(settings: Settings, ready: ReadyAt) -> None:
-    """Where policy or mode move no roles it balances shards only. Raises ServiceBroken when its loop ends, and
-    SettingsError for a controller that looks too seldom."""
+    """Where policy or mode move no roles it balances shards only. Raises ServiceBroken when its loop ends,
+    and SettingsError for a controller that looks too seldom."""
     place = place_of(settings.fleet, "controller")
     if "listen" not in settings.fleet.model_fields_set:
         place = replace(place, listen=CONTROLLER_LISTEN)
@@ -283,7 +283,7 @@ async def run_controller(settings: Settings, ready: ReadyAt) -> None:
 
 
 async def run_frontend(settings: Settings, ready: ReadyAt) -> int:
-    """Returns how many requests the drain cut off."""
+    """Returns how many requests the drain cut off. Raises ServiceBroken when it can't follow the fleet."""
     place = place_of(settings.fleet, "frontend")
     async with AsyncExitStack() as stack:
         membership = await _opened(settings.fleet, stack)
@@ -296,6 +296,11 @@ async def run_frontend(settings: Settings, ready: ReadyAt) -> int:
         stack.push_async_callback(process.close)
         telemetry.tell(lambda: of_front_end(process))
         await process.start(f"{settings.server.host}:{settings.server.port}")
+        await asyncio.wait(
+            (process.runtime.first_welcome, process.failed), return_when=asyncio.FIRST_COMPLETED
+        )
+        if process.failed.done():
+            raise ServiceBroken(process.failed.result())
         welcome = await process.welcome()
         codec, bundle_id = _codec(settings)
         if bundle_id != welcome.bundle_id:
@@ -319,11 +324,14 @@ async def run_frontend(settings: Settings, ready: ReadyAt) -> int:
         await server.start()
         address = f"{settings.server.host}:{server.port}"
         await process.tell_address(address)
-        await _probed(settings.fleet, lambda: True, stack)
+        await _probed(settings.fleet, lambda: not process.failed.done(), stack)
         ready(address)
-        await _until_told()
+        await until_stopped(asyncio.Event(), process.failed)
         await server.not_serving()
-        return await process.runtime.drain(settings.server.drain_timeout_s)
+        cut_off = await process.runtime.drain(settings.server.drain_timeout_s)
+        if process.failed.done():
+            raise ServiceBroken(process.failed.result())
+        return cut_off
 
 
 async def _opened(options: FleetOptions, stack: AsyncExitStack) -> Membership:
@@ -356,8 +364,3 @@ def _codec(settings: Settings) -> tuple[TextCodec, str]:
     if engine.backend == "simulated":
         return ByteCodec(), ""
     return bundle_codec(engine.backend, Path(engine.bundle))
-
-
-async def _until_told() -> None:
-    never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    await until_stopped(asyncio.Event(), never)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import settings
 
 # A deadline is a claim about the speed of the machine, and this suite makes none.
-# By default each run draws new examples; `ci` draws the same ones for the same code, so that a failure is one of
-# the change and comes again.
+# By default each run draws new examples. `ci` draws the same ones for the same code, so that a failure is one
+# of the change and comes again.
 settings.register_profile("plaserve", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "plaserve"))

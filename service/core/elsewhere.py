@@ -1,5 +1,5 @@
 """A pass that failed is run again elsewhere: a request that must begin anew is kept from the instance that
-failed it, while another one that takes new requests and prefers its lane could have it.
+failed it, while another one that takes new requests, prefers its lane and has room could have it.
 
 Whatever failed there may fail again, and a request has one more try. Where nobody else can take it, or nobody
 else can any more, it is anybody's: better there than nowhere.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from service.core.lifecycle import RequestState
 from service.core.policy import Instance
-from service.core.pools import serves
+from service.core.pools import has_room, serves
 from service.core.tracked import Tracked
 
 
@@ -22,13 +22,13 @@ class Elsewhere:
     def __init__(self, instances: Mapping[str, Instance], touch: Callable[[Instance], None]) -> None:
         self._instances = instances
         self._touch = touch
-        self._kept: dict[str, Tracked] = {}  # few: those that failed and have not begun again
+        self._kept: set[Tracked] = set()  # few: those that failed and have not begun again
 
     def failed(self, tracked: Tracked, instance: Instance) -> None:
         """`tracked` lost its KV in a pass there and is bound to nobody now. Before it is queued again."""
         if self._another(tracked, instance.instance_id):
             tracked.avoids = instance.instance_id
-            self._kept[tracked.request_id] = tracked
+            self._kept.add(tracked)
             instance.avoided = True
 
     def look(self) -> None:
@@ -36,20 +36,22 @@ class Elsewhere:
         anybody's. Before policies place anew."""
         if not self._kept:
             return
-        before = {tracked.avoids for tracked in self._kept.values()}
-        for name, tracked in list(self._kept.items()):
+        before = {tracked.avoids for tracked in self._kept}
+        for tracked in list(self._kept):
             if not self._waits(tracked) or not self._another(tracked, tracked.avoids or ""):
                 tracked.avoids = None
-                del self._kept[name]
-        for avoided in before.difference(tracked.avoids for tracked in self._kept.values()):
+                self._kept.remove(tracked)
+        for avoided in before.difference(tracked.avoids for tracked in self._kept):
             instance = self._instances.get(avoided or "")
             if instance is not None:
                 instance.avoided = False
                 self._touch(instance)
 
     def _another(self, tracked: Tracked, failed_on: str) -> bool:
-        return any(
-            instance.may_take(tracked) and serves(instance, tracked.lane)
+        """Whether one that has room could have it. Not where the one that failed is gone: what comes back
+        under its name is another one."""
+        return failed_on in self._instances and any(
+            has_room(instance, tracked) and serves(instance, tracked.lane)
             for name, instance in self._instances.items()
             if name != failed_on
         )

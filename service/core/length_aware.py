@@ -33,7 +33,7 @@ from service.core.placement import Placement
 from service.core.policy import Instance, PassPlan, Plan, PlanItem, Wait
 from service.core.pools import Pools, serves
 from service.core.settings import SchedulerSettings
-from service.core.spill import Spill
+from service.core.spill import LOOKED_AT, Spill
 from service.core.tracked import Tracked
 from service.core.types import DispatchNumbers, Lane, Reason
 from service.core.wait_depth import Go, ShortQueue, WaitDepth
@@ -153,7 +153,7 @@ class LengthAwarePolicy:
         alike = placed_before == self._placement.placed_total
         for queue in self._lanes.values() if alike else ():
             alike = alike and not queue.has_aged(now_s)
-            seen = islice(queue.in_order(now_s), self._group_candidates)
+            seen = islice(queue.in_order(now_s), max(self._group_candidates, LOOKED_AT))
             alike = alike and not any(map(self._placement.may_choose, seen))
         return replace(wait, alike=alike)
 

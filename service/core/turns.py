@@ -43,7 +43,7 @@ class Turns:
         self._pools = policy.pools if isinstance(policy, HasPools) else Pools()
         self._leading: SortedDict = SortedDict()  # place -> instance that runs, its lead begun
         self._touched: dict[int, Instance] = {}  # place -> instance, since the last poll
-        self._staged: dict[int, Instance] = {}  # those with a staged pass
+        self._staged: SortedDict = SortedDict()  # place -> instance with a staged pass
         self._leads: list[tuple[float, int, int, InFlight, Instance]] = []  # heap: begin, place, pass id
         self._asked_s = -math.inf
         self._changed = True  # anything, since the open ones were asked

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fleet_helpers import Fleet
 from helpers import request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.types import ItemResult, PassResult
 from service.core.invariants import check
 from service.core.pools import serves
 from service.core.settings import SchedulerSettings
-from service.core.types import InstanceDraining, Outcome, PassFailed, Role
+from service.core.types import InstanceDraining, InstanceUp, Outcome, PassFailed, PassFinished, Role
 from service.policies import POLICIES
 
 KNOBS = SchedulerSettings(outlier_ratio=0.0)  # ejection has laws of its own
@@ -91,3 +94,46 @@ def test_without_another_instance_it_runs_where_it_failed(policy: str, ends: str
     fleet.run_out()
     assert fleet.started["r"][1] == failed_on
     assert "r" not in fleet.scheduler.live
+
+
+def decoded(fleet: Fleet, name: str) -> None:
+    """The pass there ends; each of its requests has a token more and goes on."""
+    instance, pass_ = fleet.scheduler.instances[name], fleet.running.pop(name)
+    assert instance.running is not None
+    fleet.now_s = max(fleet.now_s, instance.running.end_s)
+    items = tuple(
+        ItemResult(item.request_id, item.history + item.new_tokens, item.new_tokens, token=7)
+        for item in pass_.items
+    )
+    result = PassResult(pass_.pass_id, pass_.kind, items, pass_.tokens, 0, 0.01)
+    fleet.scheduler.on_event(PassFinished(name, result), fleet.now_s)
+    fleet.poll()
+
+
+def test_a_retry_does_not_wait_for_room_that_another_lacks() -> None:
+    """The other one's KV is held by a long answer: better where it failed than after all of that."""
+    knobs = replace(KNOBS, window_s_max=0.0)
+    fleet = Fleet([spec("i0", blocks=128), spec("i1", blocks=128)], None, knobs)
+    fleet.submit(request("a", 300, 0.0, max_new_tokens=3300))
+    fleet.submit(request("b", 300, 0.0, max_new_tokens=3300))
+    where = {pass_.items[0].request_id: name for name, pass_ in fleet.running.items()}
+    decoded(fleet, where["b"])
+    assert fail(fleet, where["a"]) == ("a",)
+    assert fleet.scheduler.live["a"].instance_id == where["a"]
+
+
+def test_an_instance_that_comes_back_is_another_one() -> None:
+    """A request that waited for another instance than `a` does not keep away from the next life of `a`."""
+    knobs = replace(KNOBS, window_s_max=0.0)
+    fleet = Fleet([spec("a"), spec("b")], None, knobs)
+    fleet.submit(request("x", 300, 0.0))
+    fleet.submit(request("y", 300, 0.0))
+    where = {pass_.items[0].request_id: name for name, pass_ in fleet.running.items()}
+    assert fail(fleet, where["x"]) == ("x",)
+    waiting = fleet.scheduler.live["x"]
+    assert waiting.avoids == where["x"]
+    fleet.down(where["x"])
+    assert waiting.avoids is None
+    fleet.scheduler.on_event(InstanceUp(spec(where["x"])), fleet.now_s)
+    fleet.poll()
+    assert waiting.instance_id == where["x"]
