@@ -11,7 +11,7 @@ from uuid import uuid4
 from engines.types import EngineRequest
 from service.core.types import Request
 from service.fleet.membership import FleetSnapshot, Lease, Member, MemberKind, Membership
-from service.fleet.place import Place, join
+from service.fleet.place import Place, join, tell_failure
 from service.fleet.remote_handle import RemoteHandle
 from service.fleet.remote_runtime import Hooks, RemoteRuntime, RemoteSettings
 from service.fleet.scheduler_link import GrpcSchedulerLink, Welcome
@@ -22,7 +22,8 @@ from service.runtime.contract import Observer
 
 class FrontEndProcess:
     """runtime: a `contract.Runtime` for the surfaces, over the fleet; started and closed here.
-    shards: whose schedulers it sends to, or EVERY_SHARD; None: that of its place."""
+    shards: whose schedulers it sends to, or EVERY_SHARD; None: that of its place. failed: set to the reason
+    once it can't follow them any more."""
 
     def __init__(
         self,
@@ -43,12 +44,14 @@ class FrontEndProcess:
         self._links: dict[str, TokenLink] = {}  # by worker
         self._lease: Lease | None = None
         self._watching: asyncio.Task[None] | None = None
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self, address: str) -> None:
         """address: of its surface for clients."""
         member = Member(self._place.member_id, MemberKind.FRONTEND, address, self._place.shard)
         self._lease = await join(self._membership, member)
         self._watching = asyncio.create_task(self._watch(), name="shards and workers")
+        self._watching.add_done_callback(partial(tell_failure, self.failed))
         await self.runtime.start()
 
     async def close(self) -> None:

@@ -42,9 +42,9 @@ ANSWER_S = 1.0  # for the answer to whoever asked for a drain
 
 
 class WorkerProcess:
-    """failed: set to the reason once the engine can't go on. drained: once it was asked for a drain and that
-    is over. facts: told to the fleet. roles: where roles have engines of their own. drain_s: how long its
-    requests may go on when it is to go to another shard."""
+    """failed: set to the reason once the engine can't go on, or it can't follow what is wanted of it.
+    drained: once it was asked for a drain and that is over. facts: told to the fleet. roles: where roles have
+    engines of their own. drain_s: how long its requests may go on when it is to go to another shard."""
 
     def __init__(
         self,
@@ -92,6 +92,8 @@ class WorkerProcess:
             asyncio.create_task(self._tell_drain(), name="drain"),
             asyncio.create_task(self._told.keep(self._lease), name="told"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(partial(tell_failure, self.failed))
 
     async def drain(self, timeout_s: float) -> int:
         """Take nothing new, end what is here. Returns how many requests have not ended after `timeout_s`."""

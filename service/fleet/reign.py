@@ -88,6 +88,7 @@ class Reign:
         await self.pump.start()
         self.pump.broken.add_done_callback(lambda broken: self._end(f"the core failed: {broken.result()}"))
         self._watching = asyncio.create_task(self._watch(), name=f"workers of {self.shard}")
+        self._watching.add_done_callback(self._watch_failed)
 
     async def close(self) -> None:
         """End it: every request is answered, every link closed. Workers wait for the next scheduler."""
@@ -235,6 +236,12 @@ class Reign:
     def _is_stale(self, stale: asyncio.Future[int]) -> None:
         if not stale.cancelled():
             self._end(f"a worker obeys epoch {stale.result()}, this one is {self.epoch}")
+
+    def _watch_failed(self, watching: asyncio.Task[None]) -> None:
+        error = None if watching.cancelled() else watching.exception()
+        if error is not None:
+            log.error("the workers of shard %s can't be followed", self.shard, exc_info=error)
+            self._end(f"its workers can't be followed: {type(error).__name__}: {error}")
 
     def _end(self, why: str) -> None:
         if not self.ended.done():

@@ -24,8 +24,8 @@ RETIRE_LOOK_S = 0.5
 
 
 class SchedulerProcess:
-    """failed: set to the reason once its loop can't go on. retired: once its shard is out of service and it
-    holds nothing; the process should end then. make: a fresh scheduling core, one a reign.
+    """failed: set to the reason once one of its loops can't go on. retired: once its shard is out of service
+    and it holds nothing; the process should end then. make: a fresh scheduling core, one a reign.
     observe: who hears of a reign's requests and passes."""
 
     def __init__(
@@ -67,6 +67,7 @@ class SchedulerProcess:
         self._running = asyncio.create_task(self._run(), name="election")
         self._running.add_done_callback(partial(tell_failure, self.failed))
         self._watching = asyncio.create_task(self._until_retired(), name="retirement")
+        self._watching.add_done_callback(partial(tell_failure, self.failed))
 
     def snapshot(self) -> Snapshot:
         """Of the present reign, counts begin with it; a standby has nothing."""
