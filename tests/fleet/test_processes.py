@@ -6,11 +6,10 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from zlib import crc32
 
 import grpc.aio
-import pytest
 
 from engines.blocks import chain_hashes
 from engines.simulated import SimulatedModel
@@ -19,12 +18,11 @@ from engines.types import EngineRequest
 from protos.plaserve.v1 import fleet_pb2 as pb
 from protos.plaserve.v1.fleet_pb2_grpc import FleetServiceStub
 from service.core.progress import HangRule
-from service.core.reconcile import Controller, FleetView, RoleMove
+from service.core.reconcile import Controller, FleetView, MoveReason, RoleMove
 from service.core.scheduler import PrefillScheduler
 from service.core.settings import SchedulerSettings
-from service.core.types import InstanceSpec, Outcome, Request
+from service.core.types import InstanceSpec, Outcome, Request, Role
 from service.fleet.health import LinkSettings
-from service.fleet.membership import FleetSnapshot
 from service.fleet.memory import MemoryFleet
 from service.fleet.processes import (
     ControllerProcess,
@@ -33,9 +31,7 @@ from service.fleet.processes import (
     SchedulerProcess,
     WorkerProcess,
 )
-from service.fleet.reign import Reign
 from service.fleet.remote_runtime import RemoteHandle, RemoteSettings
-from service.fleet.shard_move import ShardMover
 from service.policies import make_scheduler
 from service.runtime.contract import Ended, RequestRecord
 from service.runtime.worker import TimedRunner
@@ -266,44 +262,123 @@ async def test_a_scheduler_that_can_not_make_a_core_says_so_and_ends() -> None:
         await process.close()
 
 
-@pytest.mark.parametrize(
-    ("of", "method", "make"),
-    [
-        (FrontEndProcess, "_follow_workers", Fleet.front_end),
-        (SchedulerProcess, "_is_over", Fleet.scheduler),
-        (ShardMover, "_look", Fleet.worker),
-    ],
-)
-async def test_a_task_that_fails_beside_the_main_one_ends_its_process(monkeypatch, of, method, make) -> None:
-    """Else it would follow no shard, no role or no retirement, and nobody would know."""
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("injected")
-
-    monkeypatch.setattr(of, method, broken)
-    process = await make(Fleet(), "p")
-    try:
-        assert await asyncio.wait_for(process.failed, 20) == "RuntimeError: injected"
-    finally:
-        await process.close()
+async def test_a_role_is_carried_out_reported_and_known_to_the_core() -> None:
+    async with fleet() as made:
+        made.wants.moves = (RoleMove("w1", Role.SP, MoveReason.PRESSURE, 0.8, 0.2),)
+        await until(lambda: made.active.gate.reign.scheduler.instances["w1"].role is Role.SP)
+        snapshot = made.workers["w1"]._membership.snapshot()
+        assert snapshot.members["w1"].report.role is Role.SP
+        assert len(snapshot.moves) == 1
+        made.wants.moves = ()
+        assert (await read(submit(made.front_ends["fe0"], "r")))[1].outcome is Outcome.COMPLETED
 
 
-async def test_a_reign_that_can_not_follow_its_workers_ends_and_another_begins(monkeypatch) -> None:
-    reconcile, calls = Reign._reconcile, []
+async def test_a_worker_that_says_goodbye_is_missed_by_nobody() -> None:
+    async with fleet() as made:
+        leaving = made.workers.pop("w2")
+        await leaving.close()
+        await until(lambda: made.used() == {"w0", "w1"})
+        ended = await asyncio.gather(*(read(submit(made.front_ends["fe0"], f"r{n}")) for n in range(8)))
+        assert {record.outcome for _, record in ended} == {Outcome.COMPLETED}
 
-    def broken_once(reign: Reign, snapshot: FleetSnapshot) -> None:
-        calls.append(reign.epoch)
-        if len(calls) == 2:
-            raise RuntimeError("injected")
-        reconcile(reign, snapshot)
 
-    monkeypatch.setattr(Reign, "_reconcile", broken_once)
-    made = Fleet()
-    scheduler = await made.scheduler("p")
-    await until(lambda: bool(calls))
-    worker = await made.worker("w")
-    try:
-        await until(lambda: scheduler.reigns == 2 and made.used() == {"w"})
-    finally:
-        await worker.close()
-        await scheduler.close()
+async def test_a_worker_that_comes_back_takes_its_name_once_the_old_lease_is_over() -> None:
+    async with fleet(workers=2) as made:
+        dead = made.workers.pop("w1")
+        await dead._port.stop(0)
+        await dead.servicer.close()
+        again = asyncio.create_task(made.worker("w1"))
+        await asyncio.sleep(0.6)
+        assert not again.done()  # the dead one is still a member
+        await dead._lease.leave()
+        await again
+        await until(lambda: made.used() == {"w0", "w1"})
+        ended = await asyncio.gather(*(read(submit(made.front_ends["fe0"], f"r{n}")) for n in range(6)))
+        assert {record.outcome for _, record in ended} == {Outcome.COMPLETED}
+        for task in dead._tasks:
+            task.cancel()
+
+
+async def test_a_worker_that_is_drained_under_load_ends_what_it_holds() -> None:
+    """Nothing fails and nothing is done twice, whatever was on its way to it."""
+    async with fleet() as made:
+        front_end = made.front_ends["fe0"]
+        reading = [asyncio.create_task(read(submit(front_end, f"r{n}", 300, 20))) for n in range(24)]
+        await until(lambda: bool(made.workers["w1"].servicer.engine.held))
+        drained = asyncio.create_task(ask_to_drain(made, "w1", 30.0))
+        for n in range(24):
+            reading.append(asyncio.create_task(read(submit(front_end, f"later{n}", 80, 4))))
+            await asyncio.sleep(0.005)
+        assert (await drained).unfinished_count == 0
+        leaving = made.workers.pop("w1")
+        assert leaving.drained.done()
+        assert leaving.servicer.engine.held == ()
+        shown = leaving._membership.snapshot().members["w1"].facts
+        assert shown["draining"] == "me asked for a drain"
+        await leaving.close()
+        ended = await asyncio.gather(*reading)
+        assert {record.outcome for _, record in ended} == {Outcome.COMPLETED}
+        assert [len(tokens) for tokens, _ in ended] == [20] * 24 + [4] * 24
+        assert made.used() == {"w0", "w2"}
+        books(made)
+
+
+async def test_a_drain_does_not_wait_for_a_front_end_that_is_gone() -> None:
+    async with fleet(workers=1, front_ends=1) as made:
+        reading = asyncio.create_task(read(submit(made.front_ends["fe0"], "long", 60, 400)))
+        await until(lambda: made.workers["w0"].servicer.engine.book.kept(made.front_ends["fe0"].name) > 0)
+        gone = made.front_ends.pop("fe0")
+        await gone.close()
+        for scheduler in list(made.schedulers.values()):
+            await scheduler.close()
+        made.schedulers.clear()
+        await asyncio.gather(reading, return_exceptions=True)
+        async with asyncio.timeout(20):
+            await made.workers["w0"].drain(30.0)
+        assert made.workers["w0"].servicer.engine.book.idle
+
+
+async def test_a_drain_that_takes_too_long_says_how_many_requests_it_cut_off() -> None:
+    async with fleet(workers=1) as made:
+        reading = asyncio.create_task(read(submit(made.front_ends["fe0"], "long", 60, 4000)))
+        await until(lambda: bool(made.workers["w0"].servicer.engine.held))
+        assert (await ask_to_drain(made, "w0", 0.1)).unfinished_count == 1
+        reading.cancel()
+
+
+async def test_the_next_scheduler_hears_that_a_worker_drains() -> None:
+    async with fleet() as made:
+        reading = asyncio.create_task(read(submit(made.front_ends["fe0"], "long", 60, 400)))
+        await until(lambda: any(worker.servicer.engine.held for worker in made.workers.values()))
+        name = next(name for name, worker in made.workers.items() if worker.servicer.engine.held)
+        draining = asyncio.create_task(made.workers[name].drain(20.0))
+        await until(lambda: made.active.gate.reign.scheduler.instances[name].state == "draining")
+        old = made.active
+        del made.schedulers[old._place.member_id]
+        await old.close()
+        await draining
+        await until(lambda: name in made.used())
+        await until(lambda: made.active.gate.reign.scheduler.instances[name].state == "draining")
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def test_serving_goes_on_while_membership_is_away() -> None:
+    async with fleet() as made:
+        made.store.away = True
+        ended = await asyncio.gather(
+            *(read(submit(front_end, f"{n}")) for n in range(6) for front_end in made.front_ends.values())
+        )
+        assert {record.outcome for _, record in ended} == {Outcome.COMPLETED}
+        made.store.away = False
+        await made.worker("w9")
+        await until(lambda: "w9" in made.used())
+
+
+async def test_the_controller_sees_the_load_of_the_shard() -> None:
+    async with fleet() as made:
+        assert made.controller is not None
+        controller = made.controller.controller
+        await until(lambda: "s" in controller.views)
+        view = controller.views["s"]
+        assert {load.instance_id for load in view.instances} == {"w0", "w1", "w2"}
+        assert replace(view, instances=()).arrivals >= 0
