@@ -133,13 +133,13 @@ class FleetController:
         self._controllers: dict[str, Controller] = {}
         self._overdue = Overdue(self._settings.overdue_s)
         self._slow = SlowMoves()
+        self.moves = Counter(dict.fromkeys(MoveReason, 0))  # that were written, of roles and between shards
         self.shards = ShardController(
-            membership, controller_id, self._settings.shards, dry_run=self._settings.dry_run
+            membership, controller_id, self._settings.shards, self.moves, dry_run=self._settings.dry_run
         )
         self.leadership: Leadership | None = None  # while it leads
         self.views: dict[str, FleetView] = {}  # what was last seen of each shard
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
-        self.moves = Counter(dict.fromkeys(MoveReason, 0))  # that were written
 
     async def run(self) -> None:
         """Campaign, lead while it lasts, and again. Ends by cancellation only."""
@@ -149,6 +149,7 @@ class FleetController:
             self.leadership = leadership
             # Afresh: what an earlier reign learnt of rates is old by now.
             self._controllers.clear()
+            self.shards.forget()
             try:
                 await self._lead(leadership)
             finally:

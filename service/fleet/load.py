@@ -7,6 +7,7 @@ observers that no longer look are dropped. A shard that does not answer in time 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,8 @@ from service.core.reconcile import FleetView, InstanceLoad
 from service.core.scheduler import PrefillScheduler
 from service.core.types import Role
 from service.fleet.requests_convert import BadMessage
+
+log = logging.getLogger(__name__)
 
 METHOD = "/plaserve.v1.SchedulerService/GetLoad"
 OBSERVERS_MAX = 16
@@ -68,31 +71,41 @@ class GrpcLoadSource:
         self._observer_id = observer_id
         self._locate = locate
         self._open_channel = open_channel
-        self._channels: dict[str, grpc.aio.Channel] = {}  # by address
+        self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}  # by shard, with the address
 
     async def load(self, shard: str) -> FleetView | None:
+        await self._drop_others()
         address = self._locate(shard)
         if address is None:
             return None
-        call = self._channel(address).unary_unary(
+        call = self._channel(shard, address).unary_unary(
             METHOD,
             request_serializer=pb.GetLoadRequest.SerializeToString,
             response_deserializer=pb.GetLoadResponse.FromString,
         )
         try:
             answer = await call(pb.GetLoadRequest(observer_id=self._observer_id), timeout=TIMEOUT_S)
+            return from_proto(answer) if answer.active else None
         except grpc.aio.AioRpcError:
             return None
-        return from_proto(answer) if answer.active else None
+        except BadMessage as error:
+            log.warning("the load of shard %s from %s can't be read: %s", shard, address, error)
+            return None
 
     async def close(self) -> None:
         channels, self._channels = self._channels, {}
-        await asyncio.gather(*(channel.close() for channel in channels.values()))
+        await asyncio.gather(*(channel.close() for _, channel in channels.values()))
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = self._open_channel(address)
-        return self._channels[address]
+    async def _drop_others(self) -> None:
+        """Channels to where no scheduler of their shard is active any more."""
+        others = [shard for shard, (address, _) in self._channels.items() if self._locate(shard) != address]
+        dropped = [self._channels.pop(shard)[1] for shard in others]
+        await asyncio.gather(*(channel.close(TIMEOUT_S) for channel in dropped))
+
+    def _channel(self, shard: str, address: str) -> grpc.aio.Channel:
+        if shard not in self._channels:
+            self._channels[shard] = address, self._open_channel(address)
+        return self._channels[shard][1]
 
 
 def to_proto(view: FleetView, epoch: int, *, active: bool) -> pb.GetLoadResponse:

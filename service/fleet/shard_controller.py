@@ -8,7 +8,7 @@ again. Pinned workers are left alone.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -50,11 +50,14 @@ class ShardDecision:
 
 
 class ShardController:
+    """moves: counts those that were written, by why."""
+
     def __init__(
         self,
         membership: Membership,
         controller_id: str,
         settings: ShardSettings | None = None,
+        moves: Counter[MoveReason] | None = None,
         *,
         dry_run: bool = False,
     ) -> None:
@@ -62,9 +65,14 @@ class ShardController:
         self._id = controller_id
         self._settings = settings or ShardSettings()
         self._dry_run = dry_run
+        self.moves = moves if moves is not None else Counter()
         self._since: dict[str, tuple[str, float]] = {}  # worker on its way -> (where to, seen first)
         self._resting: dict[str, float] = {}  # worker -> until when
         self.decisions: deque[ShardDecision] = deque(maxlen=DECISIONS_KEPT)
+
+    def forget(self) -> None:
+        """Since when workers are on their way: where somebody else led meanwhile that is not known."""
+        self._since.clear()
 
     async def round(
         self,
@@ -115,6 +123,7 @@ class ShardController:
                 move.to_shard,
                 move.reason,
             )
+        self.moves[move.reason] += written
         self.decisions.appendleft(ShardDecision(move, now_s, written))
 
     async def _assign(self, move: ShardMove, snapshot: FleetSnapshot, leadership: Leadership | None) -> bool:

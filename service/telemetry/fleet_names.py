@@ -81,7 +81,10 @@ POOL_SIZE = Metric(
     ("shard", "role", "which"),
 )
 MOVES = Metric(
-    "plaserve_controller_moves_total", _C, "Role moves that this controller wrote, by why.", ("reason",)
+    "plaserve_controller_moves_total",
+    _C,
+    "Moves of role or shard that this controller wrote, by why.",
+    ("reason",),
 )
 LEADS = Metric("plaserve_controller_leads", _G, "1 while this controller leads.")
 MEMBERSHIP_AGE = Metric(

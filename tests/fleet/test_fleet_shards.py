@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import grpc
@@ -176,6 +177,7 @@ async def test_shards_are_evened_out_with_reasons_one_at_a_time() -> None:
         await controller.round(None)
         await made.settle()
         assert len(made.membership.snapshot().moves) == expected
+        assert controller.moves[MoveReason.BALANCE] == expected
 
 
 async def test_who_lost_the_lead_moves_no_worker_and_pinned_ones_stay() -> None:
@@ -222,6 +224,40 @@ async def test_the_last_worker_of_a_retired_shard_stays_while_its_link_is_down()
     await controller.round(None)
     await made.settle()
     assert made.membership.snapshot().assignments["a"].shard == "t"
+    assert controller.moves[MoveReason.RETIRED] == 1
+
+
+async def test_how_long_a_worker_is_on_its_way_counts_from_the_present_lead() -> None:
+    """Before it others led: it may have gone there and be on its way for the second time."""
+    made = await rig("a", "b")
+    await shards(made, "s", "t")
+    await made.membership.assign("a", Role.MIXED, expected=0, reason=MoveReason.BALANCE, by="me", shard="t")
+    other = made.fleet.membership()
+    await other.open()
+    settings = ControllerSettings(shards=ShardSettings(overdue_s=50.0))
+    controller = made.controller(RolesStay, settings=settings)
+    running = asyncio.create_task(controller.run())
+    try:
+        await made.settle()
+        assert controller.leadership is not None
+        next_one = asyncio.create_task(other.campaign("controller", "c2"))
+        await made.settle()
+        await controller.leadership.resign()
+        second = await asyncio.wait_for(next_one, 20)
+        await made.settle()
+        assert controller.leadership is None
+        for _ in range(60):
+            await made.clock.advance(1.0)
+            await made.settle()
+        await second.resign()
+        await made.settle()
+        assert controller.leadership is not None
+        assert controller.shards._since.keys() == {"a"}  # it has looked
+        assert controller.moves[MoveReason.OVERDUE] == 0
+        assert made.membership.snapshot().assignments["a"].shard == "t"
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_move_of_a_pinned_worker_is_not_taken_back() -> None:

@@ -1,4 +1,4 @@
-"""Tasks beside the main loop of a process: one that fails ends it, so that a supervisor starts a fresh one."""
+"""Tasks beside the main loop of a process: one that fails ends it, for a supervisor to start a fresh one."""
 
 from __future__ import annotations
 
