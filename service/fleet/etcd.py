@@ -10,7 +10,7 @@ compacted hangs in it; so only its stubs are used, over channels of ours:
   network that swallows packets, is noticed without waiting for TCP.
 - Streams ask etcd to end them when the member they reach has no leader: it would stay silent about changes.
 - After a restore from a backup the cluster has another id or an older revision: everything is read afresh.
-  Epochs may then repeat; give a restored fleet a new name, or restart its workers.
+  Epochs may then repeat; give a restored fleet a new name, or restart its workers and front ends.
 - etcd counts leases in whole seconds, and at least 1.5 of its election timeouts (2 s by default).
 """
 
