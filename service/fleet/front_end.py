@@ -95,10 +95,11 @@ class FrontEndProcess:
                 link = GrpcSchedulerLink(partial(self._locate, shard), self._place.open_channel)
                 self.runtime.uplinks.add(shard, link)
             self.runtime.uplinks.tell(shard_capacities(snapshot), snapshot.retired, led(snapshot))
+            self.runtime.look_again()
             await self._follow_workers(snapshot, shards)
             uplinks, known = self.runtime.uplinks, not snapshot.stale
             for shard in set(uplinks.shards) - shards if known else ():
-                if shard in uplinks.down or shard in snapshot.retired:
+                if shard in uplinks.down:
                     await uplinks.drop(shard, "it has no scheduler any more")
 
     async def _follow_workers(self, snapshot: FleetSnapshot, shards: Collection[str]) -> None:

@@ -29,8 +29,10 @@ def goes_on(ended: pb.RequestEnded, record: RequestRecord, times: int, base: int
     part of it."""
     lost = (ended.outcome, ended.reason) == (Outcome.UNAVAILABLE.value, Reason.INSTANCE_LOST.value)
     moved = lost and ended.detail.startswith(MOVED)
-    some = 0 < base + ended.output_token_count < record.request.max_new_tokens
-    return moved and some and times < TIMES_MAX
+    limit = record.request.max_new_tokens
+    some = 0 < base + ended.output_token_count < limit
+    left = record.output_tokens < limit  # it may have more than was said
+    return moved and some and left and times < TIMES_MAX
 
 
 def rest_of(

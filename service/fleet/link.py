@@ -13,7 +13,7 @@ No IO and no clock in here.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -113,13 +113,12 @@ class Caller:
 
 class Fence:
     """The highest caller that a worker has heard, of each shard that it was in. shard: its own now; empty
-    before it is told. claims: how often each was given."""
+    before it is told."""
 
     def __init__(self) -> None:
         self.shard = ""
         self._heard: dict[str, Caller] = {}
         self._floor: dict[str, int] = {}
-        self.claims: Counter[Claim] = Counter()
 
     @property
     def epoch(self) -> int:
@@ -138,11 +137,6 @@ class Fence:
 
     def claim(self, caller: Caller) -> tuple[Claim, str]:
         """What a caller may do, and why not more. Only the highest is remembered."""
-        claim, why = self._claim(caller)
-        self.claims[claim] += 1
-        return claim, why
-
-    def _claim(self, caller: Caller) -> tuple[Claim, str]:
         if self.foreign(caller):
             return (
                 Claim.STALE,

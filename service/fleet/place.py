@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from service.fleet.link import OPTIONS
 from service.fleet.membership import Lease, Member, MemberExists, Membership
 from service.fleet.remote_worker import OpenChannel
 from service.rpc.tls import TlsFiles, listen
@@ -56,7 +57,7 @@ class Port:
 
     def __init__(self, place: Place, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         self._place = place
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *ALIVE, *ASKED))
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *OPTIONS, *ALIVE, *ASKED))
         self._server.add_generic_rpc_handlers(tuple(handlers))
         self.address = ""
 

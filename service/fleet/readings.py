@@ -43,11 +43,11 @@ def of_worker(servicer: WorkerServicer, counts: WorkerCounts) -> Iterator[Readin
     yield Reading(names.KV_BLOCKS, stats.kv_blocks_free, (name, names.FREE))
     for incident, count in stats.incidents:
         yield Reading(names.INCIDENTS, count, (name, incident))
-    claims = servicer.fence.claims
+    streams = servicer.streams
     yield Reading(fleet.WORKER_LINK, float(servicer.linked))
     yield Reading(fleet.WORKER_EPOCH, servicer.epoch)
-    yield Reading(fleet.WORKER_STREAMS, claims[Claim.RESUME] + claims[Claim.TAKEOVER])
-    yield Reading(fleet.WORKER_TAKEOVERS, claims[Claim.TAKEOVER])
+    yield Reading(fleet.WORKER_STREAMS, streams.total())
+    yield Reading(fleet.WORKER_TAKEOVERS, streams[Claim.TAKEOVER])
     yield Reading(fleet.STREAM_BACKLOG, engine.book.kept_total)
     yield Reading(fleet.FRONT_ENDS_CUT, engine.book.cuts)
     yield Reading(names.DRAINING, float(servicer.leaving.done()))

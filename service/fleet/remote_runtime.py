@@ -190,9 +190,13 @@ class RemoteRuntime:
 
     def connected(self, uplink: Uplink) -> None:
         if self.uplinks.serves(uplink):
-            for handle in list(self._live.values()):
-                if handle.attempt is None:
-                    self._place(handle)
+            self.look_again()
+
+    def look_again(self) -> None:
+        """Which shards take requests has changed: those that wait may go to one now."""
+        for handle in list(self._live.values()):
+            if handle.attempt is None:
+                self._place(handle)
 
     def disconnected(self, uplink: Uplink, why: str) -> None:
         for handle in list(self._live.values()):
@@ -217,6 +221,8 @@ class RemoteRuntime:
             if not handle.attempt.base:
                 note_accepted(handle.record, message.accepted)
             handle.attempt.accepted = message.accepted.lane != LANE_UNSPECIFIED
+            if handle.attempt.accepted:  # should it come back, the others may have room by then
+                handle.refused_by.clear()
         elif kind == "placed":
             self._placed(message.placed.request_id, message.placed.instance_id)
         elif kind == "tokens":
@@ -268,11 +274,11 @@ class RemoteRuntime:
 
     def _send(self, handle: RemoteHandle, uplink: Uplink) -> None:
         request, engine_request = handle.record.request, handle.engine_request
-        now_s, limits = asyncio.get_running_loop().time(), self.capabilities
-        if handle.tokens and limits is not None:
-            request, engine_request = rest_of(
-                request, engine_request, handle.tokens, limits.block_tokens, now_s
-            )
+        now_s, welcome = asyncio.get_running_loop().time(), uplink.welcome
+        assert welcome is not None, "a shard without a scheduler takes nothing"
+        if handle.tokens:
+            block_tokens = welcome.capabilities.block_tokens
+            request, engine_request = rest_of(request, engine_request, handle.tokens, block_tokens, now_s)
         wire_id = f"{self._front_end_id}/{next(self._numbers)}/{request.request_id}"
         handle.attempt = Attempt(wire_id, uplink, len(handle.tokens))
         self._weigh(handle, 1 if handle.tokens else 1 + request.prompt_tokens)
@@ -287,8 +293,9 @@ class RemoteRuntime:
         uplink.send(pb.FrontEndMessage(submit=submit))
 
     def _wait(self, handle: RemoteHandle) -> None:
-        """For a scheduler, for a bounded time."""
-        self._stop_timer(handle)
+        """For a scheduler, for a bounded time from when it began to."""
+        if handle.timer is not None:
+            return
         handle.timer = asyncio.get_running_loop().call_later(
             self._settings.failover_s, self._no_scheduler, handle
         )
@@ -374,7 +381,7 @@ class RemoteRuntime:
         self._live.pop(record.request.request_id, None)
         if handle.attempt is not None:
             self._tries.pop(handle.attempt.wire_id, None)
-            if outcome is not Outcome.COMPLETED:
+            if outcome is not Outcome.COMPLETED or handle.cancelled is not None:  # it may end in mid-answer
                 self._hooks.over(handle.attempt.wire_id)
         record.outcome, record.reason, record.detail = outcome, reason, detail
         record.end_s = asyncio.get_running_loop().time()

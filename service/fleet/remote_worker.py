@@ -38,7 +38,6 @@ from service.core.types import (
     InstanceDraining,
     InstanceResumed,
     InstanceSpec,
-    Role,
 )
 from service.fleet.convert import (
     BadMessage,
@@ -46,7 +45,6 @@ from service.fleet.convert import (
     read_event,
     read_spec,
     read_statistics,
-    role_of,
     seconds_of,
 )
 from service.fleet.health import LinkSettings
@@ -131,9 +129,6 @@ class RemoteWorker:
     def lost(self, error: str) -> None:
         """The owner knows that the instance is gone, from its membership for example."""
         self._give_up(error)
-
-    def set_role(self, role: Role) -> None:
-        self._command(pb.ControlRequest(set_role=pb.SetRole(role=role_of(role))))
 
     # --- runtime.worker.Worker ---
 

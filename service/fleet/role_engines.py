@@ -96,7 +96,7 @@ class RoleEngines:
 
     async def verify(self, name: str, loaded: LoadedEngine, timeout_s: float) -> None:
         """Raises EngineRefused, TimeoutError, or what the engine raises."""
-        like, known = Likeness.of(loaded), self._bundles.setdefault(name, loaded.bundle_id)
+        like, known = Likeness.of(loaded), self._bundles.get(name, loaded.bundle_id)
         for field in Likeness.__slots__:
             mine, other = getattr(self._like, field), getattr(like, field)
             if mine != other:
@@ -110,6 +110,7 @@ class RoleEngines:
                 "start the worker anew to serve another build"
             )
         await in_thread(lambda: warm(loaded), timeout_s, lambda _: None)
+        self._bundles[name] = loaded.bundle_id
 
     async def close(self, loaded: LoadedEngine, timeout_s: float) -> None:
         """Raises TimeoutError, or what the engine raises."""

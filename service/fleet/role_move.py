@@ -38,6 +38,7 @@ from service.runtime.worker import PassRunner, ThreadRunner
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.02
+ERROR_CHARS_MAX = 2000  # facts of a member are bounded
 Wanted = Callable[[], Role | None]
 Hear = Callable[[MoveState], None]
 
@@ -105,6 +106,10 @@ class RoleMover:
             return await self._change(name, wanted, before)
         except EngineStuck as error:
             raise self._over(f"the engine can't be unloaded: {error}") from error
+        except RoleRefused:
+            raise
+        except Exception as error:  # it may have no engine now
+            raise self._over(f"{type(error).__name__}: {error}") from error
 
     # --- draining ---
 
@@ -215,7 +220,9 @@ class RoleMover:
         assert isinstance(state.at, MovePhase)
         assert at in NEXT[state.at], f"a move goes from {state.at} to {at}"
         seconds = {**state.seconds, state.at: now_s - self._since_s}
-        self._state = replace(state, at=at, at_time_s=time.time(), seconds=seconds, error=error)
+        self._state = replace(
+            state, at=at, at_time_s=time.time(), seconds=seconds, error=error[:ERROR_CHARS_MAX]
+        )
         self._since_s = now_s
         log.info("%s: role move %d, %s", self._worker.spec.instance_id, state.number, at)
         self._hear(self._state)

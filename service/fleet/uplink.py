@@ -23,6 +23,7 @@ from service.fleet.shard_choice import by_load, by_session
 
 log = logging.getLogger(__name__)
 
+FAILED_S = 1.0  # after something that should not fail
 OLD_S = 0.1  # until a scheduler is looked for again, after one that no longer leads
 
 
@@ -91,6 +92,7 @@ class Uplink:
             except Exception as error:  # a bug must not leave every request waiting
                 log.exception("the link to the scheduler failed")
                 self._lose(f"{type(error).__name__}: {error}")
+                await asyncio.sleep(FAILED_S)  # it may fail at once, for good
 
     def _lose(self, why: str) -> None:
         if self.welcome is None:

@@ -201,7 +201,8 @@ class WorkerEngine:
             case KvChanged(_, events):
                 self._note_blocks(events)
             case InstanceDown(_, error):
-                self.failed.set_result(error)
+                if not self.failed.done():
+                    self.failed.set_result(error)
             case _:
                 pass
 

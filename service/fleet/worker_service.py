@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -39,7 +40,6 @@ from service.fleet.convert import (
     describe,
     duration_of,
     events_of,
-    read_role,
     seconds_of,
     statistics_of,
 )
@@ -85,6 +85,7 @@ class WorkerServicer:
         self._hold = ""  # why nothing new is wanted for now
         self._unseated = ""  # why there is no engine now
         self.fence = Fence()
+        self.streams: Counter[Claim] = Counter()  # that were served, by what their callers could do
         self._session: Session | None = None
         self._orphan: asyncio.TimerHandle | None = None
 
@@ -224,6 +225,7 @@ class WorkerServicer:
                 failed = pb.InstanceFailed(error=why, moved=not self.failed.done())
                 await context.write(pb.ControlResponse(epoch=caller.epoch, instance_failed=failed))
                 return
+            self.streams[claim] += 1
             session = self._session_of(caller, claim)
             stream = session.open()
             self._cancel_orphan()
@@ -328,8 +330,6 @@ class WorkerServicer:
                     if request_id not in session.keep:
                         self.engine.abort(request_id)
                 self._settle()
-            case "set_role":
-                self.spec = replace(self.spec, role=read_role(message.set_role.role))
             case other:
                 log.warning("a command that is not known here is ignored (%s)", other)
 

@@ -37,11 +37,12 @@ TOKENS_MAX = {SP: 1024, LP: 8192}
 
 @dataclass
 class Shelf:
-    """Where engines come from. fails: names that can't be loaded. odd: of other blocks than the rest.
-    gate: loading waits for it."""
+    """Where engines come from. fails: names that can't be loaded. stuck: that can't be closed. odd: of other
+    blocks than the rest. gate: loading waits for it."""
 
     load_s: float = 0.05
     fails: set[str] = field(default_factory=set)
+    stuck: set[str] = field(default_factory=set)
     odd: set[str] = field(default_factory=set)
     behaviours: dict[str, Behaviour] = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
@@ -65,6 +66,8 @@ class Shelf:
         close, closed = engine.close, self.closed
 
         def close_and_tell() -> None:
+            if name in self.stuck:
+                raise RuntimeError("device error")
             close()
             closed.append(name)
 

@@ -244,6 +244,17 @@ async def test_without_any_engine_the_process_ends() -> None:
         assert made.at("w0")[-1] == "failed"
 
 
+async def test_an_engine_that_can_not_be_closed_ends_the_process() -> None:
+    """It must not stay in the fleet, take its old role again and refuse everything."""
+    async with role_fleet(workers=1) as made:
+        made.shelves["w0"].stuck.add(SP)
+        await made.order("w0", Role.LP)
+        assert "device error" in await asyncio.wait_for(made.workers["w0"].failed, 20)
+        assert made.at("w0")[-1] == "failed"
+        assert made.shelves["w0"].loads == [SP]
+        made.shelves["w0"].stuck.clear()
+
+
 async def test_loading_that_takes_too_long_ends_the_process() -> None:
     async with role_fleet(workers=1, times=MoveSettings(5.0, 0.3)) as made:
         made.shelves["w0"].gate.clear()

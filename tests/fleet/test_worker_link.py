@@ -191,8 +191,6 @@ async def test_roles_statistics_and_wishes_cross_the_link() -> None:
         assert remote.stats().kv_blocks_total == spec.capabilities.kv_blocks_total
         worker.servicer.set_role(Role.LP)
         assert await heard.until(RoleChanged) == RoleChanged("w0", Role.LP)
-        remote.set_role(Role.SP)
-        await until(lambda: worker.servicer.spec.role is Role.SP)
         assert await worker.servicer.drain(WAIT_S_MAX, "maintenance") == 0
         assert remote.draining == "maintenance"
         assert await heard.until(InstanceDraining) == InstanceDraining("w0")

@@ -22,14 +22,13 @@ PASS_KIND_PREFILL: PassKind
 PASS_KIND_DECODE: PassKind
 
 class ControlRequest(_message.Message):
-    __slots__ = ("epoch", "hello", "dispatch", "revoke", "abort", "settle", "set_role", "sequence", "acknowledged")
+    __slots__ = ("epoch", "hello", "dispatch", "revoke", "abort", "settle", "sequence", "acknowledged")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DISPATCH_FIELD_NUMBER: _ClassVar[int]
     REVOKE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     SETTLE_FIELD_NUMBER: _ClassVar[int]
-    SET_ROLE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
@@ -38,10 +37,9 @@ class ControlRequest(_message.Message):
     revoke: RevokePass
     abort: AbortRequest
     settle: Settle
-    set_role: SetRole
     sequence: int
     acknowledged: int
-    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., dispatch: _Optional[_Union[DispatchPass, _Mapping]] = ..., revoke: _Optional[_Union[RevokePass, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., set_role: _Optional[_Union[SetRole, _Mapping]] = ..., sequence: _Optional[int] = ..., acknowledged: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., dispatch: _Optional[_Union[DispatchPass, _Mapping]] = ..., revoke: _Optional[_Union[RevokePass, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., sequence: _Optional[int] = ..., acknowledged: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("scheduler_id", "protocol_version", "incarnation", "attempt", "resume", "shard")
@@ -64,12 +62,6 @@ class Settle(_message.Message):
     KEEP_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     keep_request_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, keep_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class SetRole(_message.Message):
-    __slots__ = ("role",)
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    role: _fleet_pb2.Role
-    def __init__(self, role: _Optional[_Union[_fleet_pb2.Role, str]] = ...) -> None: ...
 
 class DispatchPass(_message.Message):
     __slots__ = ("pass_id", "kind", "items", "staged", "new_requests", "layer_block", "layer_blocks")
