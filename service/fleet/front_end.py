@@ -99,7 +99,7 @@ class FrontEndProcess:
             await self._follow_workers(snapshot, shards)
             uplinks, known = self.runtime.uplinks, not snapshot.stale
             for shard in set(uplinks.shards) - shards if known else ():
-                if shard in uplinks.down:
+                if shard in uplinks.down or shard in snapshot.retired:
                     await uplinks.drop(shard, "it has no scheduler any more")
 
     async def _follow_workers(self, snapshot: FleetSnapshot, shards: Collection[str]) -> None:
