@@ -20,12 +20,11 @@ from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec, Role
 from service.fleet.health import LinkSettings
 from service.fleet.membership import Assignment, Facts
-from service.fleet.processes import ControllerProcess, SchedulerProcess, WorkerProcess
+from service.fleet.processes import ControllerProcess, WorkerProcess
 from service.fleet.role_engines import OWN_ENGINES, RoleEngines
 from service.fleet.role_facts import MoveEnd, MovePhase, MoveState
 from service.fleet.role_move import MoveSettings
 from service.fleet.role_worker import RolePlan
-from service.policies import make_scheduler
 from service.runtime.worker import ThreadRunner
 
 SCALE = 0.1
@@ -93,19 +92,6 @@ class RoleFleet(Fleet):
         )
         await made.start()
         self.workers[name] = made
-        return made
-
-    async def scheduler(self, name: str) -> SchedulerProcess:
-        made = SchedulerProcess(
-            self.place(name),
-            await self.membership(),
-            lambda: make_scheduler("plaserve", SchedulerSettings()),
-            "plaserve",
-            "simulated",
-            link=LINK,
-        )
-        await made.start()
-        self.schedulers[name] = made
         return made
 
     async def order(self, name: str, role: Role) -> Assignment:
