@@ -43,6 +43,8 @@ LOOKED_FURTHER = 8  # shorts beyond those of one grouping, as some may lack room
 
 
 class LengthAwarePolicy:
+    pass_maker = PassMaker  # puts a pass together; the lab tries it without some of its steps
+
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
         self._lanes = {lane: LaneQueue(settings.age_bound_s) for lane in Lane}
@@ -127,7 +129,7 @@ class LengthAwarePolicy:
             until_s = min(again_s, self._placement.next_s())
             return Wait(until_s, Reason.WAITING_FOR_INSTANCE, alike=True)
         placed_before = self._placement.placed_total
-        maker = PassMaker(self._settings, self._lanes, self._load, instance, now_s)
+        maker = self.pass_maker(self._settings, self._lanes, self._load, instance, now_s)
         led = instance.instance_id in self._led and self._lanes[Lane.SHORT].waits_for(instance.instance_id)
         aged = not led and maker.lead(self._aged(instance, now_s))
         shorts, longs = self._candidates(instance, now_s, maker.items)
