@@ -3,7 +3,8 @@
 Imports are found by reading import statements, not by running anything. The table of policies imports all of
 them, so of it only the entry of the policy counts, with what that names, and the functions beside it: a
 change of one policy leaves the digests of the others alone. Comments, layout and docstrings don't count, nor
-what an entry says for the docs. Libraries are not looked at.
+what an entry says for the docs. Libraries are not looked at. The ablations of a policy (`name-mechanism`) are
+its entry and the module that makes them, which counts for nobody else.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("engines", "service")
 TABLE = "service.policies.registry"
-BARRIERS = frozenset({"service.policies", TABLE})
+ABLATIONS = "service.sim.ablations"
+BARRIERS = frozenset({"service.policies", TABLE, ABLATIONS})
 FOR_DOCS = frozenset({"what", "source", "differs"})  # fields of an entry that change no result
 
 
@@ -28,9 +30,13 @@ def source_digest(modules: Iterable[str], policy: str | None = None) -> str:
     """
     names, digest = set(modules), hashlib.sha256()
     if policy is not None:
-        entry, used = _entry(policy)
+        name, minus, _ = policy.partition(":")[0].partition("-")
+        entry, used = _entry(name)
         names |= used
         digest.update(entry.encode())
+        if minus:
+            names |= set(_imports(ABLATIONS))
+            digest.update(_content(_found(ABLATIONS)).encode())
     for name in sorted(imported(names)):
         digest.update(f"{name}\0{_content(_found(name))}\0".encode())
     return digest.hexdigest()
@@ -111,9 +117,8 @@ def _content(path: Path) -> str:
 # --- the table of policies ---
 
 
-def _entry(policy: str) -> tuple[str, set[str]]:
+def _entry(name: str) -> tuple[str, set[str]]:
     """(what the table says of a policy and how it is made, the modules that this names)."""
-    name = policy.partition(":")[0]
     tree = ast.parse(_found(TABLE).read_text(encoding="utf-8"))
     modules, values = _modules_of(tree), _assigned(tree)
     table = values.get("POLICIES")

@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from service.policies.registry import parse
 from service.sim.case import Case
+from service.sim.lab_policies import parse
 from service.sim.run_length import Load
 from service.sim.tasks import LabSettings
 

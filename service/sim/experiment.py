@@ -18,12 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from service.policies.registry import parse
 from service.sim import tasks
 from service.sim.cache import Cache, key_of
 from service.sim.case import Case
 from service.sim.code_digest import source_digest
 from service.sim.known_traces import KNOWN_TRACES
+from service.sim.lab_policies import parse
 from service.sim.parts import load_parts
 from service.sim.results import CaseResult, PolicyResult, dumped, loaded
 from service.sim.tasks import LabSettings, SeedBounds, SeedScore

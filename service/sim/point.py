@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 from service.core.reconcile import Controller
 from service.core.types import Lane
-from service.policies.registry import make_controller, make_scheduler
 from service.sim.case import Case
 from service.sim.kernel import run
+from service.sim.lab_policies import make_controller, make_scheduler
 from service.sim.metric import MetricSettings, PointFigures, met, point_figures, unscored_point
 from service.sim.result import SimRecord, SimResult
 from service.sim.run_length import Load, RunPlan

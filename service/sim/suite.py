@@ -26,6 +26,7 @@ from service.policies import POLICIES
 from service.sim.case import Case, cases_of
 from service.sim.figures import MetricSettings
 from service.sim.goodput import SearchSettings
+from service.sim.lab_policies import is_known
 from service.sim.tasks import LabSettings
 from service.sim.tuning import TuningSettings
 
@@ -76,7 +77,7 @@ def parse_suite(name: str, data: Mapping[str, Any]) -> Suite:
         raise ValueError(f"suite {name}: unknown key {unknown[0]!r}; it may have {', '.join(sorted(_KEYS))}")
     policies = tuple(data.get("policies", POLICIES))
     for policy in policies:
-        if policy.partition(":")[0] not in POLICIES:
+        if not is_known(policy):
             raise ValueError(f"suite {name}: unknown policy {policy!r}; choose from {', '.join(POLICIES)}")
     cases = cases_of([table for given in data.get("case", ()) for table in expanded(given)])
     if not cases:

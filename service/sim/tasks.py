@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from service.policies.registry import parse
 from service.sim.bounds import (
     Bound,
     Jobs,
@@ -24,6 +23,7 @@ from service.sim.case import Case
 from service.sim.clairvoyant import lowest_infeasible_per_s, missed_ratio_min
 from service.sim.figures import MetricSettings, PointFigures
 from service.sim.goodput import Probe, Search, SearchSettings, search
+from service.sim.lab_policies import parse
 from service.sim.point import run_point
 from service.sim.run_length import Load, RunPlan, engine_seconds, fastest_factor
 from service.sim.tuning import Tuned, TuningSettings, tune

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from service.policies.registry import make_scheduler, parse
 from service.sim.bounds import least_total_work_s
 from service.sim.case import Case
 from service.sim.controllers.arms import ARMS, MIXED
@@ -12,6 +11,7 @@ from service.sim.controllers.scores import RunScore, pressure_moves, score_run
 from service.sim.figures import MetricSettings, PointFigures
 from service.sim.goodput import SearchSettings, search
 from service.sim.kernel import run
+from service.sim.lab_policies import make_scheduler, parse
 from service.sim.metric import met
 from service.sim.point import run_with_records
 from service.sim.result import SimRecord

@@ -12,9 +12,9 @@ from service.core.pricing import Pricer
 from service.core.reconcile import Controller
 from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec, Lane, Request, Role
-from service.policies import make_controller, make_scheduler
 from service.sim.cluster import SimInstance
 from service.sim.kernel import run
+from service.sim.lab_policies import make_controller, make_scheduler
 from service.sim.result import SimRecord, SimResult
 from service.sim.sources import Targets, WorkloadSpec, make_source
 from service.sim.workload import Arrival, Source

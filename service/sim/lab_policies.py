@@ -1,0 +1,61 @@
+"""The policies that the lab runs: those of the registry, and `plaserve` without one of its mechanisms.
+
+`plaserve-window:long_chunk_s_max=0.3` is `plaserve:long_chunk_s_max=0.3` without the ablation `window`
+(`ablations`). Everything else is as the registry says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from service.core.reconcile import Controller
+from service.core.scheduler import PrefillScheduler
+from service.core.settings import SchedulerSettings
+from service.policies import registry
+from service.policies.registry import POLICIES, PolicyKind
+from service.sim.ablations import ABLATIONS
+
+OURS = "plaserve"
+MINUS = f"{OURS}-"
+
+
+def is_ours(policy: str) -> bool:
+    """`plaserve` with whatever knobs, whole or without a mechanism: no peer."""
+    name = policy.partition(":")[0]
+    return name == OURS or name.startswith(MINUS)
+
+
+def is_known(policy: str) -> bool:
+    name = policy.partition(":")[0]
+    return name in POLICIES or (name.startswith(MINUS) and name.removeprefix(MINUS) in ABLATIONS)
+
+
+def parse(spec: str, settings: SchedulerSettings) -> tuple[PolicyKind, SchedulerSettings, Any]:
+    """As `registry.parse`; the knobs of an ablation go over those given. Raises ValueError as that does."""
+    name, _, knobs = spec.partition(":")
+    if not name.startswith(MINUS):
+        return registry.parse(spec, settings)
+    off = name.removeprefix(MINUS)
+    if off not in ABLATIONS:
+        raise ValueError(f"unknown policy {name!r}; {OURS} is tried without {', '.join(ABLATIONS)}")
+    ablation = ABLATIONS[off]
+    given = [knobs] if knobs else []
+    pairs = ",".join([*given, *(f"{key}={value}" for key, value in ablation.knobs.items())])
+    kind, settings, own = registry.parse(f"{OURS}:{pairs}" if pairs else OURS, settings)
+    return replace(kind, make=lambda final, _: ablation.make(final), search={}), settings, own
+
+
+def make_scheduler(spec: str, settings: SchedulerSettings) -> PrefillScheduler:
+    """A scheduler with the policy that `spec` names (see `parse`)."""
+    kind, settings, own = parse(spec, settings)
+    policy = kind.make(settings, own) if kind.knobs else kind.make(settings)
+    return PrefillScheduler(settings, policy)
+
+
+def make_controller(spec: str, settings: SchedulerSettings) -> Controller | None:
+    """The controller that belongs to the policy, a fresh one; None where roles stay as they are."""
+    kind, settings, own = parse(spec, settings)
+    if kind.controller is None:
+        return None
+    return kind.controller(settings, own) if kind.knobs else kind.controller(settings)
