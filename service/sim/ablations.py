@@ -1,8 +1,8 @@
 """`plaserve` without one of its mechanisms, for the lab only: what each is worth.
 
 `plaserve-due` is `plaserve` without what `ABLATIONS["due"]` names. Some are a knob; the others put another
-part in the place of the one that decides. Nothing that serves reads this module, and the digest of code counts it
-for these policies alone, so that a change here or in the policy leaves the results of the peers.
+part in the place of the one that decides. Nothing that serves reads this module. The digest of code counts it
+for these policies alone, so a change here leaves the results of all others.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def estimate(
         runs = len(policies) * len(case.seeds) * max(1, len(case.rates_per_s))
         return Estimate(runs, runs * scored, scored, runs * scored * seconds_per_request)
     searches = _FIRST_LEVEL_RUNS + _NEXT_LEVEL_RUNS * (len(settings.search.levels) - 1)
-    a_seed = searches + (settings.reference_ratio is not None)
+    a_seed = searches + (settings.reference_ratio is not None) + (settings.peer_ratio is not None)
     runs, requests = len(policies) * len(case.seeds) * a_seed, 0.0
     requests = len(policies) * len(case.seeds) * a_seed * scored * _PART_RUN
     if settings.tuning is not None:

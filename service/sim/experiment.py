@@ -1,9 +1,10 @@
 """Running cases: which pieces of work there are, where they run, which are known already.
 
-A case is two rounds of tasks (`tasks`): bounds for each seed and knobs for each policy, then the score of
-each policy on each seed. Tasks of a round are independent and go to a pool of processes; results are put
-together in the order of policies and seeds, so they are the same whatever the number of workers. With a cache
-every task is kept by what it depends on, and a suite that was interrupted goes on where it stopped.
+A case is three rounds of tasks (`tasks`): bounds for each seed and knobs for each policy, then the score of
+each policy on each seed, then a run of each at a share of the best peer's goodput. Tasks of a round are
+independent and go to a pool of processes; results are put together in the order of policies and seeds, so
+they are the same whatever the number of workers. With a cache every task is kept by what it depends on, and a
+suite that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -16,27 +17,29 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from service.sim import tasks
 from service.sim.cache import Cache, key_of
 from service.sim.case import Case
 from service.sim.code_digest import source_digest
+from service.sim.figures import PointFigures
 from service.sim.known_traces import KNOWN_TRACES
-from service.sim.lab_policies import parse
+from service.sim.lab_policies import is_ours, parse
 from service.sim.parts import load_parts
 from service.sim.results import CaseResult, PolicyResult, dumped, loaded
 from service.sim.tasks import LabSettings, SeedBounds, SeedScore
 from service.sim.traces import find_trace
 from service.sim.tuning import Tuned
 
+_Found = TypeVar("_Found")
 _CODE = ("service.sim.tasks",)  # what every task imports
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A task ended. stage: "bound", "tune" or "score". done, total: of the tasks of the case. cached: its
-    result was known before."""
+    """A task ended. stage: "bound", "tune", "score" or "point". done, total: of the tasks of the case.
+    cached: its result was known before."""
 
     case: str
     stage: str
@@ -129,12 +132,18 @@ class _CaseRun:
         self._total = len(policies) * len(case.seeds)
         if self._searched:
             self._total += len(case.seeds) + (len(policies) if settings.tuning else 0)
+            self._total += len(policies) * len(case.seeds) if self._has_peer_rate else 0
         self._code = {policy: source_digest(_CODE, policy) for policy in policies}
         self._code[""] = source_digest(_CODE)
         self._plain_case = plain_case(case)
 
+    @property
+    def _has_peer_rate(self) -> bool:
+        return self._settings.peer_ratio is not None and not all(map(is_ours, self._policies))
+
     def result(self) -> CaseResult:
         bounds: list[SeedBounds] = []
+        points: list[PointFigures | None] = [None] * (len(self._policies) * len(self._case.seeds))
         tuned: list[Tuned | None] = [None] * len(self._policies)
         if self._searched:
             first = [self._bound(seed) for seed in self._case.seeds]
@@ -146,6 +155,8 @@ class _CaseRun:
             scores = self._round(
                 [self._score(p, t, s, reference[s]) for p, t in pairs for s in self._case.seeds]
             )
+            if self._has_peer_rate:
+                points = self._at_peer_rate(tuned, scores)
         else:
             scores = self._round([self._fixed(p, s) for p in self._policies for s in self._case.seeds])
         return CaseResult(
@@ -157,13 +168,39 @@ class _CaseRun:
                     policy=policy,
                     spec=policy if chosen is None else chosen.spec,
                     tuned=chosen,
-                    seeds=tuple(scores[number * len(self._case.seeds) :][: len(self._case.seeds)]),
+                    seeds=tuple(self._of(number, scores)),
                     code=self._code[policy],
+                    peer_points=tuple(p for p in self._of(number, points) if p is not None),
                 )
                 for number, (policy, chosen) in enumerate(zip(self._policies, tuned, strict=True))
             ),
             version=version("plaserve"),
         )
+
+    def _of(self, number: int, found: Sequence[_Found]) -> Sequence[_Found]:
+        """Of the policy with this number, by seed."""
+        seeds = len(self._case.seeds)
+        return found[number * seeds : (number + 1) * seeds]
+
+    def _at_peer_rate(
+        self, tuned: Sequence[Tuned | None], scores: Sequence[SeedScore]
+    ) -> list[PointFigures | None]:
+        """A run of every policy on every seed on which a peer has any goodput."""
+        assert self._settings.peer_ratio is not None
+        level, rates = self._settings.search.levels[0], dict.fromkeys(self._case.seeds, 0.0)
+        for number, policy in enumerate(self._policies):
+            for score in self._of(number, scores):
+                if not is_ours(policy) and score.search is not None:
+                    rates[score.seed] = max(rates[score.seed], score.search.at(level).low_per_s)
+        rates = {seed: self._settings.peer_ratio * best for seed, best in rates.items() if best}
+        places = [
+            (policy, chosen, seed)
+            for policy, chosen in zip(self._policies, tuned, strict=True)
+            for seed in self._case.seeds
+        ]
+        self._total -= sum(seed not in rates for _, _, seed in places)
+        found = iter(self._round([self._point(p, t, s, rates[s]) for p, t, s in places if s in rates]))
+        return [next(found) if seed in rates else None for _, _, seed in places]
 
     # --- tasks ---
 
@@ -196,6 +233,12 @@ class _CaseRun:
         }
         arguments = (self._case, spec, seed, settings, start_per_s, reference_per_s)
         return _Task("score", policy, seed, SeedScore, tasks.score_seed, arguments, depends)
+
+    def _point(self, policy: str, tuned: Tuned | None, seed: int, rate_per_s: float) -> _Task:
+        spec = policy if tuned is None else tuned.spec
+        depends = {"spec": spec, "metric": asdict(self._settings.metric), "rate": rate_per_s}
+        arguments = (self._case, spec, seed, self._settings, rate_per_s)
+        return _Task("point", policy, seed, PointFigures, tasks.point_seed, arguments, depends)
 
     def _fixed(self, policy: str, seed: int) -> _Task:
         depends = {"metric": asdict(self._settings.metric), "rates": self._case.rates_per_s}

@@ -27,21 +27,25 @@ from service.sim.cache import write_whole
 from service.sim.case import Case
 from service.sim.figures import PointFigures
 from service.sim.goodput import Goodput
+from service.sim.lab_policies import OURS, is_ours
 from service.sim.tasks import LabSettings, SeedBounds, SeedScore
 from service.sim.tuning import Tuned
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """policy: as it was asked for. spec: with the knobs chosen. code: digest of the code behind it."""
+    """policy: as it was asked for. spec: with the knobs chosen. code: digest of the code behind it.
+    peer_points: by seed, at `LabSettings.peer_ratio` of the best peer; empty where no peer has any goodput.
+    """
 
     policy: str
     spec: str
     tuned: Tuned | None
     seeds: tuple[SeedScore, ...]
     code: str
+    peer_points: tuple[PointFigures, ...] = ()
 
     def goodput(self, level: float) -> list[Goodput]:
         """By seed; empty where nothing was searched."""
@@ -121,17 +125,17 @@ def ratio_interval(ours: Sequence[Goodput], theirs: Sequence[Goodput]) -> Interv
 # --- the summary ---
 
 
-def summary(results: Iterable[CaseResult], ours: str = "plaserve") -> dict[str, Any]:
-    """Plain data: case -> policy -> goodput by level with interval, regret, lanes at the common rate.
+def summary(results: Iterable[CaseResult]) -> dict[str, Any]:
+    """Plain data: case -> policy -> goodput by level with interval, regret, lanes at the common rates.
 
-    without_goodput: cases in which no policy but `ours` has any goodput at the first level.
+    without_goodput: cases in which no policy but ours has any goodput at the first level.
     """
     cases = {result.case.name: case_summary(result) for result in results}
     apart = [
         name
         for name, figures in cases.items()
         if figures["bounds"]
-        and not any(_has_goodput(f) for p, f in figures["policies"].items() if _name(p) != ours)
+        and not any(_has_goodput(f) for p, f in figures["policies"].items() if not is_ours(p))
     ]
     return {"schema_version": SCHEMA_VERSION, "cases": cases, "without_goodput": apart}
 
@@ -147,6 +151,7 @@ def case_summary(result: CaseResult) -> dict[str, Any]:
         for level in levels
     }
     first = result.policies[0] if result.policies else None
+    ours = next((policy for policy in result.policies if _name(policy.policy) == OURS), None)
     return {
         "model": result.case.model,
         "engine": result.case.engine,
@@ -155,6 +160,7 @@ def case_summary(result: CaseResult) -> dict[str, Any]:
         "window_s_min": result.settings.metric.window_s_min,
         "lane_requests_min": result.settings.metric.lane_requests_min,
         "bounds": bounds,
+        "short_alone_s": _mean([seed.short_alone_s for seed in result.bounds]),
         "policies": {
             policy.policy: {
                 "spec": policy.spec,
@@ -164,7 +170,13 @@ def case_summary(result: CaseResult) -> dict[str, Any]:
                     for level in levels
                     if first is not None
                 },
+                "ours_over": {
+                    str(level): _plain(ratio_interval(ours.goodput(level), policy.goodput(level)))
+                    for level in levels
+                    if ours is not None
+                },
                 "points": [point_summary(point) for score in policy.seeds for point in score.points],
+                "peer_points": [point_summary(point) for point in policy.peer_points],
             }
             for policy in result.policies
         },
@@ -183,7 +195,15 @@ def _goodput(result: CaseResult, policy: PolicyResult, level: float) -> dict[str
     found = policy.goodput(level)
     bounds = result.bound_per_s(level)
     regrets = [1.0 - g.low_per_s / bound for g, bound in zip(found, bounds, strict=True)]
-    return {"per_s": _plain(goodput_interval(found)), "regret": _mean(regrets)}
+    return {
+        "per_s": _plain(goodput_interval(found)),
+        "by_seed": [goodput.low_per_s for goodput in found],
+        "regret": _mean(regrets),
+    }
+
+
+def _name(policy: str) -> str:
+    return policy.partition(":")[0]
 
 
 def _has_goodput(figures: Mapping[str, Any]) -> bool:
@@ -198,10 +218,6 @@ def _at(seed: SeedBounds, level: float) -> Any:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
     return sum(known) / len(known) if known and len(known) == len(values) else None
-
-
-def _name(policy: str) -> str:
-    return policy.partition(":")[0]
 
 
 # --- files ---
@@ -242,12 +258,14 @@ def write_rows(results: Iterable[CaseResult], path: Path) -> None:
 
 
 def rows(result: CaseResult) -> list[dict[str, Any]]:
-    """stage: "search" for the runs of the goodput search, "point" for those at a fixed or common rate."""
+    """stage: "search" for the runs of the goodput search, "point" for those at a fixed or common rate,
+    "peer" for that at a share of the best peer's goodput."""
     found: list[dict[str, Any]] = []
     for policy in result.policies:
         for score in policy.seeds:
             searched = score.search.points if score.search is not None else ()
-            for stage, points in (("search", searched), ("point", score.points)):
+            common = tuple(point for point in policy.peer_points if point.seed == score.seed)
+            for stage, points in (("search", searched), ("point", score.points), ("peer", common)):
                 for point in points:
                     plain = _plain(point)
                     lanes = plain.pop("lanes")

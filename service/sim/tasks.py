@@ -3,6 +3,7 @@
 bound_seed    capacity and the clairvoyant bound for one seed
 tune_policy   the knobs of one policy, on the tuning seed
 score_seed    goodput of a tuned policy on one scored seed, and one run at a rate common to all policies
+point_seed    one run of a tuned policy at a rate that follows from the goodput of its peers
 fixed_seed    the runs of a case that names its rates, or is a closed loop
 """
 
@@ -11,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from service.core.pricing import Pricer
 from service.sim.bounds import (
     Bound,
     Jobs,
@@ -34,18 +38,22 @@ LOADS_KEPT = 3  # per process: a scored seed, the tuning seed, and one more
 @dataclass(frozen=True, slots=True)
 class LabSettings:
     """tuning: None runs every policy as it is named. reference_ratio: the common rate over the bound at the
-    first level; None: no such run. bound_tolerance: of the bisection for the clairvoyant bound.
+    first level; None: no such run. peer_ratio: a second common rate, over the goodput that the best peer has
+    at the first level on the same seed. bound_tolerance: of the bisection for the clairvoyant bound.
     """
 
     metric: MetricSettings = field(default_factory=MetricSettings)
     search: SearchSettings = field(default_factory=SearchSettings)
     tuning: TuningSettings | None = field(default_factory=TuningSettings)
     reference_ratio: float | None = 0.5
+    peer_ratio: float | None = 0.7
     bound_tolerance: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.reference_ratio is not None and not 0.0 < self.reference_ratio <= 1.0:
-            raise ValueError(f"reference_ratio must be above 0 and at most 1, got {self.reference_ratio}")
+        for name in ("reference_ratio", "peer_ratio"):
+            ratio = getattr(self, name)
+            if ratio is not None and not 0.0 < ratio <= 1.0:
+                raise ValueError(f"{name} must be above 0 and at most 1, got {ratio}")
         if not 0.001 <= self.bound_tolerance <= 0.1:
             raise ValueError(f"bound_tolerance must be from 0.001 to 0.1, got {self.bound_tolerance}")
 
@@ -63,11 +71,17 @@ class LabSettings:
 
 @dataclass(frozen=True, slots=True)
 class SeedBounds:
-    """One bound for each level. measured: requests of the window, at the first level's bound."""
+    """One bound for each level. measured: requests of the window, at the first level's bound.
+
+    short_alone_s: predicted time of the measured shorts, each alone on an idle engine that holds all of it
+        that an unlimited cache would: the mean over all of them, that no policy's mean TTFT is below. None
+        where none is short.
+    """
 
     seed: int
     bounds: tuple[Bound, ...]
     measured: int
+    short_alone_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +107,7 @@ def bound_seed(case: Case, seed: int, settings: LabSettings) -> SeedBounds:
     long_run = _long_run(load, plan, jobs, settings)
     if not case.open:
         bounds = tuple(Bound(level, capacity, None) for level, capacity in long_run.items())
-        return SeedBounds(seed, bounds, len(jobs))
+        return SeedBounds(seed, bounds, len(jobs), short_alone_s(case, jobs))
     setting, factor, between = case.setting(), fastest_factor(case), engine_seconds(case)
 
     def misses(least: Callable[..., float]) -> Callable[[float], float]:
@@ -110,7 +124,19 @@ def bound_seed(case: Case, seed: int, settings: LabSettings) -> SeedBounds:
     clairvoyant = lowest_infeasible_per_s(misses(missed_ratio_min), levels, of_run, tolerance)
     capacities = long_run.values() if case.decodes else of_run
     bounds = tuple(Bound(*three) for three in zip(levels, capacities, clairvoyant, strict=True))
-    return SeedBounds(seed, bounds, len(jobs))
+    return SeedBounds(seed, bounds, len(jobs), short_alone_s(case, jobs))
+
+
+def short_alone_s(case: Case, jobs: Jobs) -> float | None:
+    """See `SeedBounds`."""
+    _, profiles, cost = case.setting()
+    pricer, factor = Pricer(cost, profiles), fastest_factor(case)
+    sizes = np.stack([jobs.new_tokens, jobs.history])[:, jobs.short]
+    if not sizes.size:
+        return None
+    kinds, counts = np.unique(sizes, axis=1, return_counts=True)
+    alone_s = [factor * pricer.request_s(round(new), round(history)) for new, history in kinds.T.tolist()]
+    return float(np.dot(alone_s, counts) / counts.sum())
 
 
 def _long_run(load: Load, plan: RunPlan, jobs: Jobs, settings: LabSettings) -> dict[float, float]:
@@ -151,6 +177,12 @@ def score_seed(
     found = search(probe, start_per_s, settings.search, load.rate_min_per_s)
     points = () if reference_per_s is None else (probe(reference_per_s, 0.0),)
     return SeedScore(seed, found, points)
+
+
+def point_seed(case: Case, policy: str, seed: int, settings: LabSettings, rate_per_s: float) -> PointFigures:
+    """One run to its end; nothing is judged on the way."""
+    load = load_of(case, settings.metric, seed)
+    return run_point(case, policy, rate_per_s, seed, settings.metric, load=load)
 
 
 def fixed_seed(case: Case, policy: str, seed: int, settings: LabSettings) -> SeedScore:

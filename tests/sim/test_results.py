@@ -106,6 +106,38 @@ def test_a_case_is_bounds_knobs_and_scores(result: CaseResult) -> None:
             assert common.rate_per_s == pytest.approx(0.5 * bounds.bounds[0].per_s)
 
 
+def test_every_policy_meets_the_others_at_a_share_of_the_best_peer(result: CaseResult) -> None:
+    """On each seed at one rate, that of the best peer there; the runs go to their end."""
+    best = [max(policy.goodput(0.95)[n].low_per_s for policy in result.policies) for n in range(2)]
+    for policy in result.policies:
+        assert [point.seed for point in policy.peer_points] == [1, 2]
+        assert [p.rate_per_s for p in policy.peer_points] == pytest.approx([0.7 * b for b in best])
+        assert all(point.complete for point in policy.peer_points)
+    assert case_summary(result)["policies"]["fcfs"]["peer_points"][1]["seed"] == 2
+    assert sum(row["stage"] == "peer" for row in rows(result)) == 2 * 2 * len(Lane)
+
+
+def test_no_mean_of_the_short_lane_is_below_that_of_shorts_alone(result: CaseResult) -> None:
+    """The bound on the mean: every short has at least the time that it takes alone."""
+    for bounds in result.bounds:
+        assert bounds.short_alone_s is not None
+        for policy in result.policies:
+            for run in (*policy.seeds[bounds.seed - 1].points, policy.peer_points[bounds.seed - 1]):
+                short = run.lanes[Lane.SHORT]
+                assert short.ttft_s_mean is not None
+                assert short.answered < short.arrived or short.ttft_s_mean >= bounds.short_alone_s
+
+
+def test_ours_alone_have_no_peer_to_follow() -> None:
+    case = replace(CASE, seeds=(1,))
+    settings = replace(COARSE, tuning=None)
+    seen: list[Progress] = []
+    found = run_case(case, ["plaserve", "plaserve-due"], settings, seen.append)
+    assert [policy.peer_points for policy in found.policies] == [(), ()]
+    assert seen[-1].done == seen[-1].total == 3
+    assert case_summary(found)["policies"]["plaserve"]["ours_over"]["0.95"]["value"] == 1.0
+
+
 def test_a_case_with_rates_of_its_own_is_run_at_them() -> None:
     fixed = run_case(small_case(rates_per_s=[2.0, 4.0], limits={"requests_max": 1000}), ["fcfs"], COARSE)
     (score,) = fixed.policies[0].seeds
@@ -254,7 +286,7 @@ def test_files_hold_everything_and_nothing_that_is_no_number(result: CaseResult,
     assert {row["policy"] for row in table} == set(POLICIES_RUN)
     assert {row["lane"] for row in table} == {"short", "long"}
     assert all(0.0 <= row["attainment"] <= 1.0 for row in table)
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 0'))
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 0'))
     with pytest.raises(ValueError, match="schema_version is 0"):
         read_case(path)
 
@@ -304,8 +336,8 @@ def run_again(case: Case, directory: Path) -> tuple[CaseResult, list[Progress]]:
 
 
 def test_progress_counts_every_task(first: First) -> None:
-    assert [task.done for task in first.seen] == list(range(1, 9))  # 2 bounds, 2 tunings, 4 scores
-    assert {task.total for task in first.seen} == {8}
+    assert [task.done for task in first.seen] == list(range(1, 13))  # 2 bounds, 2 tunings, 4 scores, 4 points
+    assert {task.total for task in first.seen} == {12}
     assert not any(task.cached for task in first.seen)
 
 
@@ -317,7 +349,7 @@ def test_a_second_run_finds_everything(first: First, kept: Path) -> None:
 
 def test_a_run_that_was_interrupted_goes_on_where_it_stopped(first: First, kept: Path) -> None:
     files = sorted((kept / "cache").glob("*/*.json"))
-    assert len(files) == 8
+    assert len(files) == 12
     files[3].unlink()
     again, ran = run_again(CASE, kept)
     assert again == first.result
@@ -331,7 +363,7 @@ def test_a_change_of_one_policy_loses_only_its_own(kept: Path, monkeypatch: pyte
         lambda modules, policy=None: "changed" if policy == "fcfs" else real(modules, policy),
     )
     _, ran = run_again(CASE, kept)
-    assert [task.policy for task in ran] == ["fcfs"] * 3
+    assert [task.policy for task in ran] == ["fcfs"] * 5
 
 
 def test_fewer_seeds_under_another_name_are_known_already(kept: Path) -> None:
@@ -339,7 +371,7 @@ def test_fewer_seeds_under_another_name_are_known_already(kept: Path) -> None:
     assert ran == []
     assert [score.seed for score in fewer.policies[0].seeds] == [2]
     _, ran = run_again(replace(CASE, seeds=(2,), link_s=0.001), kept)
-    assert len(ran) == 5
+    assert len(ran) == 7
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
