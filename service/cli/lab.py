@@ -18,26 +18,23 @@ from rich.table import Table as RichTable
 from service.cli.failures import fail
 from service.cli.lab_controllers import controllers
 from service.cli.tables import rich_table
+from service.sim.ablation_report import ablation_table, is_ablation, worth_table
 from service.sim.cache import DEFAULT_DIRECTORY, Cache
 from service.sim.estimate import estimate
 from service.sim.exhibits.catalog import EXHIBITS
 from service.sim.exhibits.exhibit import Exhibit, Table
+from service.sim.lab_policies import OURS
 from service.sim.page import lab_json, write_page
 from service.sim.suite import Suite, load_suite, suite_names
-from service.sim.suite_report import (
-    OURS,
-    case_table,
-    draw_goodputs,
-    levels,
-    policy_table,
-    reference_table,
-)
+from service.sim.suite_report import case_table, draw_goodputs, levels, policy_table, reference_table
 from service.sim.suite_run import SuiteResult, run_suite
 from service.sim.traces import MissingTrace
+from service.sim.verdicts import Summary, means_table, peer_rate_table, verdict_table
 
 WORKERS = max(1, os.cpu_count() or 1)
-PAGE_SUITES = ("quick",)
-BRIEF_CASE = ("case", OURS, "best peer", "its goodput", "ratio", "regret")
+PAGE_SUITES = ("quick", "ablation")
+BRIEF_CASE = ("case", OURS, "best peer", "its goodput", "ratio", "no worse", "regret")
+BRIEF_PEER = ("case", "short mean ms", "best peer", "its mean ms", "ratio", "<= 0.7", "long ratio", "<= 1.1")
 BRIEF_RATE = ("case", "policy", "short %", "short p99 ms", "long %", "long p99 ms")
 
 Workers = Annotated[int, typer.Option(help="Processes.")]
@@ -63,22 +60,38 @@ def run(
     _say_cost(loaded, case or (), policy or (), workers)
     result = _run(loaded, case or (), policy or (), workers, cache, directory)
     summary = result.summary()
-    for level in levels(summary):
-        draw_goodputs(summary, level, directory / f"goodput_{level.partition('.')[2]}.png")
+    if not is_ablation(summary):
+        for level in levels(summary):
+            draw_goodputs(summary, level, directory / f"goodput_{level.partition('.')[2]}.png")
     if as_json:
         typer.echo(json.dumps(summary, indent=1, allow_nan=False))
         return
     console = Console(highlight=False)
+    _print_ablation(console, summary) if is_ablation(summary) else _print_peers(console, summary)
+    for skipped in result.skipped:
+        console.print(f"skipped {skipped.case}: {skipped.why}", style="yellow", markup=False)
+    console.print(f"Written to {directory}", markup=False)
+
+
+def _print_peers(console: Console, summary: Summary) -> None:
     for level in levels(summary):
         brief = _columns(case_table(summary, level), BRIEF_CASE)
         console.print(rich_table(brief, f"Goodput at {float(level):.0%}, requests/s (simulated)"))
         console.print(rich_table(policy_table(summary, level), "Geometric means over the cases"))
+        console.print(rich_table(means_table(summary, level), f"{OURS} over others"))
+        common = _columns(peer_rate_table(summary, level), BRIEF_PEER)
+        console.print(rich_table(common, "At a share of the best peer's goodput"))
+        console.print(rich_table(verdict_table(summary, level), "Asked for, and in how many cases"))
     console.print(
         rich_table(_columns(reference_table(summary), BRIEF_RATE), "At a common rate, in time and TTFT")
     )
-    for skipped in result.skipped:
-        console.print(f"skipped {skipped.case}: {skipped.why}", style="yellow", markup=False)
-    console.print(f"Written to {directory}", markup=False)
+
+
+def _print_ablation(console: Console, summary: Summary) -> None:
+    for level in levels(summary):
+        title = f"{OURS} without a mechanism / with it; goodput at {float(level):.0%} (simulated)"
+        console.print(rich_table(worth_table(summary, level), title))
+        console.print(rich_table(ablation_table(summary, level), "By case"))
 
 
 def suites() -> None:

@@ -135,6 +135,7 @@ def summary(results: Iterable[CaseResult]) -> dict[str, Any]:
         name
         for name, figures in cases.items()
         if figures["bounds"]
+        and not all(map(is_ours, figures["policies"]))
         and not any(_has_goodput(f) for p, f in figures["policies"].items() if not is_ours(p))
     ]
     return {"schema_version": SCHEMA_VERSION, "cases": cases, "without_goodput": apart}

@@ -5,25 +5,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from service.sim.exhibits.exhibit import Cell, Table
+from service.sim.lab_policies import OURS
 from service.sim.plots import COLOURS, figure, save, style
+from service.sim.verdicts import (
+    BASE,
+    BOUND_WANTED,
+    RATIO_WANTED,
+    Summary,
+    against_best,
+    best_peer,
+    goodputs,
+    interval_text,
+)
 
-OURS, BASE = "plaserve", "fcfs"
 SHOWN = (BASE, "laps_printed", "laps_slides")  # peers with a column of their own
-Summary = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Goodput:
-    """Of one policy in one case at one level. ratio: to the bound."""
-
-    policy: str
-    per_s: float
-    ratio: float
 
 
 def levels(summary: Summary) -> tuple[str, ...]:
@@ -31,30 +30,12 @@ def levels(summary: Summary) -> tuple[str, ...]:
     return tuple(dict.fromkeys(level for case in summary["cases"].values() for level in case["bounds"]))
 
 
-def goodputs(case: Mapping[str, Any], level: str) -> list[Goodput]:
-    """Of all policies that could be scored; empty where the case was not searched."""
-    if level not in case["bounds"]:
-        return []
-    bound = case["bounds"][level]["per_s"]
-    found = []
-    for policy, figures in case["policies"].items():
-        interval = figures["goodput"][level]["per_s"]
-        if interval is not None:
-            found.append(Goodput(policy, interval["value"], interval["value"] / bound))
-    return found
-
-
-def best_peer(case: Mapping[str, Any], level: str) -> Goodput | None:
-    peers = [g for g in goodputs(case, level) if g.policy.partition(":")[0] != OURS]
-    return max(peers, key=lambda g: g.per_s, default=None)
-
-
 def case_table(summary: Summary, level: str) -> Table:
-    """One row a case: bound, the best peer, ours and some peers, in requests/s."""
+    """One row a case: bound, the best peer, ours and some peers, in requests/s; verdicts (`verdicts`)."""
     rows: list[tuple[Cell, ...]] = []
     for name, case in summary["cases"].items():
         found = {g.policy: g for g in goodputs(case, level)}
-        best, ours = best_peer(case, level), found.get(OURS)
+        best, ours, against = best_peer(case, level), found.get(OURS), against_best(case, level)
         if not found:
             continue
         ratio = None if best is None or ours is None or not best.per_s else ours.per_s / best.per_s
@@ -66,13 +47,18 @@ def case_table(summary: Summary, level: str) -> Table:
                 "none" if best is None or not best.per_s else best.policy,
                 None if best is None else best.per_s,
                 ratio,
+                None if against is None else interval_text(against.low, against.high),
+                None if against is None else against.no_worse,
+                None if against is None else against.far_better,
                 None if ours is None else 1.0 - ours.ratio,
                 None if best is None else 1.0 - best.ratio,
+                None if against is None else against.regret_ratio,
                 *(found[p].per_s if p in found else None for p in SHOWN),
             )
         )
-    columns = ("case", "bound", OURS, "best peer", "its goodput", "ratio", "regret", "its regret", *SHOWN)
-    return Table(columns, tuple(rows))
+    far = f"{RATIO_WANTED:g}x or {BOUND_WANTED:.0%}"
+    columns = ("case", "bound", OURS, "best peer", "its goodput", "ratio", "interval", "no worse", far)
+    return Table((*columns, "regret", "its regret", "regret ratio", *SHOWN), tuple(rows))
 
 
 def policy_table(summary: Summary, level: str) -> Table:

@@ -12,8 +12,8 @@ from service.sim.case import Case
 from service.sim.experiment import Lab, Progress
 from service.sim.results import CaseResult, summary, write_case, write_rows, write_summary
 from service.sim.suite import Suite
-from service.sim.suite_report import Summary
 from service.sim.traces import MissingTrace
+from service.sim.verdicts import Summary
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from service.sim.page import lab_json, write_page
 from service.sim.planner import plan_fleet, size_plot, split_plot
 from service.sim.run_length import Load
 from service.sim.suite import parse_suite
-from service.sim.suite_report import best_peer, case_table, goodputs, policy_table, reference_table
+from service.sim.suite_report import case_table, policy_table, reference_table
 from service.sim.suite_run import SuiteResult, run_suite
+from service.sim.verdicts import best_peer, goodputs
 from service.sim.whatif import ask, curve_plots, metric_for, question, rate_for, workload_of
 
 SECONDS = 4.0
