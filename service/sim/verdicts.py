@@ -84,7 +84,7 @@ class Against:
     @property
     def far_better(self) -> str:
         near = self.ours.ratio >= BOUND_WANTED
-        return YES if near or self.ours.per_s >= RATIO_WANTED * self.peer.per_s > 0.0 else NO
+        return YES if near or self.ours.per_s >= max(RATIO_WANTED * self.peer.per_s, 1e-9) else NO
 
     @property
     def regret_ratio(self) -> float | None:
