@@ -36,6 +36,8 @@ PAGE_SUITES = ("quick", "ablation")
 BRIEF_CASE = ("case", OURS, "best peer", "its goodput", "ratio", "no worse", "regret")
 BRIEF_PEER = ("case", "short mean ms", "best peer", "its mean ms", "ratio", "<= 0.7", "long ratio", "<= 1.1")
 BRIEF_RATE = ("case", "policy", "short %", "short p99 ms", "long %", "long p99 ms")
+BRIEF_WORTH = ("without", "goodput x", "short mean x", "long mean x", "most lost in")
+BRIEF_WITHOUT = ("case", "without", "goodput", "short mean ms", "long mean ms", "long p99 ms")
 
 Workers = Annotated[int, typer.Option(help="Processes.")]
 Directory = Annotated[Path, typer.Option("--cache", help="Where results are kept; delete it to start anew.")]
@@ -90,8 +92,8 @@ def _print_peers(console: Console, summary: Summary) -> None:
 def _print_ablation(console: Console, summary: Summary) -> None:
     for level in levels(summary):
         title = f"{OURS} without a mechanism / with it; goodput at {float(level):.0%} (simulated)"
-        console.print(rich_table(worth_table(summary, level), title))
-        console.print(rich_table(ablation_table(summary, level), "By case"))
+        console.print(rich_table(_columns(worth_table(summary, level), BRIEF_WORTH), title))
+        console.print(rich_table(_columns(ablation_table(summary, level), BRIEF_WITHOUT), "By case"))
 
 
 def suites() -> None:
