@@ -115,12 +115,22 @@ def test_static_roles_stay_and_a_controller_moves_them() -> None:
     assert all(0.0 <= share <= 1.0 for share in shares)
 
 
-def test_the_window_exhibit_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "WINDOWS_MS", (0.0, 8.0))
-    monkeypatch.setattr(window, "REQUESTS", 400)
+def test_the_window_exhibit_compares_windows_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row a scene. No window by sweep is that of the policy without one: its passes are the same."""
+    kinds = [window.PLACES[0], window.PLACES[2], window.PLACES[8], window.PLACES[-1]]
+    monkeypatch.setattr(window, "WINDOWS_MS", (0.0, 6.0))
+    monkeypatch.setattr(window, "REQUESTS", 300)
+    monkeypatch.setattr(window, "PLACES", tuple(kinds))
     exhibit = window.window()
-    assert len(exhibit.table.rows) == 3
-    assert "best fixed window" in exhibit.reading
+    assert len(exhibit.table.rows) == len(kinds)
+    assert all(len(row) == len(exhibit.table.columns) for row in exhibit.table.rows)
+    assert "of 4 scenes" in exhibit.reading
+    assert [len(plot.series) for plot in exhibit.plots] == [2, 2]
+    assert len({plot.name for plot in exhibit.plots}) == 2
+    scene = kinds[2].scene()
+    none, without = (summary(play(scene, p)) for p in (kinds[2].fixed(0.0), "plaserve-window"))
+    assert none == without
+    assert none.ttft_s_mean < summary(play(scene, kinds[2].fixed(0.006))).ttft_s_mean
 
 
 def test_cells_and_tables_read_well() -> None:
