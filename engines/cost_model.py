@@ -98,6 +98,16 @@ class CostModel:
             return 0.0
         return high * float((1.0 + (low / high) ** self.smooth_p) ** (1.0 / self.smooth_p))
 
+    def compute_share(self, shape: PassShape, parts: int = 0) -> float:
+        """By how many per cent a pass gets longer where its compute side does by 1 %: from 0 to 1."""
+        compute, memory = self.compute_s(shape), self.memory_s(shape)
+        high = max(compute, memory)
+        if high <= 0.0:
+            return 0.0
+        of_compute, of_memory = float((compute / high) ** self.smooth_p), (memory / high) ** self.smooth_p
+        busy_s = self._smooth_max(compute, memory)
+        return busy_s * of_compute / (of_compute + float(of_memory)) / self.pass_s(shape, parts)
+
     def request_s(self, new_tokens: int, history: int = 0) -> float:
         """Predicted seconds of a pass with one request."""
         return self.pass_s(PassShape.of([(new_tokens, history)]))
@@ -154,5 +164,10 @@ class CostModel:
 
     def scaled(self, factor: float) -> CostModel:
         """The same engine on a clock on which everything takes `factor` times as long."""
-        names = ("launch_s", "weights_s", "alpha", "beta", "gamma_w", "gamma_r", "part_s")
-        return replace(self, **{name: getattr(self, name) * factor for name in names})
+        return self.corrected(factor, factor)
+
+    def corrected(self, memory: float, compute: float) -> CostModel:
+        """With the compute side `compute` times as long, and all the rest, host work too, `memory` times."""
+        sides = dict.fromkeys(("launch_s", "weights_s", "gamma_w", "gamma_r", "part_s"), memory)
+        sides |= dict.fromkeys(("alpha", "beta"), compute)
+        return replace(self, **{name: getattr(self, name) * factor for name, factor in sides.items()})

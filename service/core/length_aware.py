@@ -71,6 +71,11 @@ class LengthAwarePolicy:
         self._led.discard(instance.instance_id)
         self._depth_bounds.pop(instance.instance_id, None)
 
+    def repriced(self, instance: Instance) -> None:
+        self._depth_bounds.pop(instance.instance_id, None)
+        if self._awd is not None:
+            self._awd.bound(instance.pricer.knee_tokens)
+
     def closed(self, instance: Instance, now_s: float) -> None:
         self._placement.pass_over(instance.instance_id)
 

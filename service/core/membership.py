@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engines.types import PassResult
+from service.core.correction import Corrections
 from service.core.intake import Intake
 from service.core.lifecycle import InstanceState
 from service.core.outlier import Outliers
-from service.core.policy import Instance, PlacesAnew, PrefillPolicy
+from service.core.policy import InFlight, Instance, KeepsPrices, PlacesAnew, PrefillPolicy
 from service.core.prefix_index import PrefixTable
 from service.core.settings import SchedulerSettings
 from service.core.turns import Turns
@@ -30,6 +32,7 @@ class Membership:
     ) -> None:
         self.instances: dict[str, Instance] = {}
         self.outliers = Outliers(settings)
+        self._corrections = Corrections(settings)
         self.intake = Intake(settings, self.instances, prefixes := PrefixTable())
         self._settings = settings
         self._policy = policy
@@ -46,6 +49,7 @@ class Membership:
         self._places += 1
         instance = Instance(event.spec, self._settings, self._places, self._prefixes)
         self.instances[instance_id] = instance
+        self._corrections.joined(instance)
         self.intake.changed()
         self._turns.touch(instance)
         self.outliers.joined(instance)
@@ -60,9 +64,21 @@ class Membership:
         self.intake.changed()
         self._turns.left(instance)
         self._leaves(instance)
+        self._corrections.left(instance)
         self._changed()
         self._policy.instance_down(instance, now_s)
         return instance
+
+    def ran(self, instance: Instance, flight: InFlight, result: PassResult, now_s: float) -> None:
+        """A pass is over: how long it took says something of its instance, and of the cost model."""
+        if self.outliers.ran(instance, flight, result, now_s):
+            self.closed(instance, now_s)
+        repriced = self._corrections.ran(instance, flight.pass_, result)
+        if repriced:
+            self.intake.changed()
+            if isinstance(self._policy, KeepsPrices):
+                for other in repriced:
+                    self._policy.repriced(other)
 
     def draining(self, event: InstanceDraining, now_s: float) -> None:
         instance = self.instances.get(event.instance_id)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from engines.cost_model import CostModel
 from engines.types import Chunking, DecodeMode, Pass
 from service.core.admission import request_tokens_max
 from service.core.decode import DecodeRule
@@ -68,13 +69,22 @@ class Instance:
         self.running: InFlight | None = None
         self.staged: InFlight | None = None
         self.partial: dict[str, Tracked] = {}  # requests whose prefill KV lives here
-        knee = self.pricer.knee_tokens
-        self.tokens_per_s = knee / self.pricer.pass_s([(knee, 0)])  # prefill rate at the knee
+        self.tokens_per_s = self._rate_at_knee()  # of prefill
         self._tokens_max = request_tokens_max(spec)
         self._decodes = spec.capabilities.decode is not DecodeMode.NONE
         self._boundary_tokens: dict[int, int] = {}  # by history
         self._cached: dict[str, int] = {}  # request id -> tokens, at one version of the prefix index
         self._cached_version = 0
+
+    def _rate_at_knee(self) -> float:
+        knee = self.pricer.knee_tokens
+        return knee / self.pricer.pass_s([(knee, 0)])
+
+    def reprice(self, cost: CostModel, knee_tokens: int) -> None:
+        """Predict by `cost`, whose knee is `knee_tokens`, no longer by that of the spec (`correction`)."""
+        self.pricer.believe(cost, knee_tokens)
+        self.tokens_per_s = self._rate_at_knee()
+        self._boundary_tokens.clear()
 
     def in_pass(self, request_id: str) -> bool:
         """Whether the request is in the running or the staged pass."""
@@ -118,7 +128,7 @@ class Instance:
         """L_m(H) here."""
         known = self._boundary_tokens.get(history)
         if known is None:
-            known = self._boundary_tokens[history] = self.spec.cost.boundary_tokens(history)
+            known = self._boundary_tokens[history] = self.pricer.cost.boundary_tokens(history)
         return known
 
     def chunk_tokens(self, item: tuple[int, int], limit: int) -> int:
@@ -283,6 +293,14 @@ class BindsEarly(Protocol):
 
     def bound_to(self, instance_id: str) -> Iterator[Tracked]:
         """The waiting requests that are meant for the instance."""
+
+
+@runtime_checkable
+class KeepsPrices(Protocol):
+    """A policy that keeps what it once worked out from the prices of an instance."""
+
+    def repriced(self, instance: Instance) -> None:
+        """The predicted times of `instance` are others from now on."""
 
 
 @runtime_checkable

@@ -43,7 +43,6 @@ class Pricer:
     """Predicted seconds of passes on an instance; `math.inf` where no profile takes the pass."""
 
     def __init__(self, cost: CostModel, profiles: Profiles) -> None:
-        self.cost = cost
         self.profiles = profiles
         self._kept_s: dict[tuple[int, ...], float] = {}
         self._best_edges: dict[tuple[int, float], int] = {}  # while nothing rides
@@ -51,9 +50,16 @@ class Pricer:
         self._packed = profiles.layout is Layout.PACKED
         self._tokens_max = profiles.t_classes[-1] if self._packed else 0
         self._unpadded = self._packed and profiles.padding is Padding.NOTHING and not profiles.h_classes
-        self.knee_tokens = min(cost.knee_tokens(), profiles.request_tokens_max)
         grid = {length for length, _ in profiles.cells}
         self.chunk_edges = tuple(sorted(grid)) if profiles.padding is Padding.CELL else profiles.t_classes
+        self.believe(cost, cost.knee_tokens())
+
+    def believe(self, cost: CostModel, knee_tokens: int) -> None:
+        """Price by `cost` from here on; `knee_tokens` is its knee. Rows made before keep their prices."""
+        self.cost = cost
+        self.knee_tokens = min(knee_tokens, self.profiles.request_tokens_max)
+        self._kept_s.clear()
+        self._best_edges.clear()
 
     def pass_s(self, items: Sequence[Item], parts: int = 0) -> float:
         """`items` are (new tokens, history tokens) per request; no items cost nothing."""

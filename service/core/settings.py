@@ -75,6 +75,9 @@ class SchedulerSettings:
     no_instance_s_max: float = 2.0  # with no instance up, live requests are given up after this
     retry_after_s: float = 1.0  # told to refused clients when no better estimate is at hand
 
+    # the cost model
+    cost_correction_max: float = 3.0  # measured passes correct it by this factor either way; 1: never
+
     # slow and silent instances
     outlier_ratio: float = 4.0  # slower than its peers by this: gets no new work; 0: never
     outlier_passes_min: int = 8  # judged by so many passes at least, and by twice as many at most
@@ -103,6 +106,8 @@ class SchedulerSettings:
         for name in ("decode_share_min", "queue_short_share", "outlier_share_max"):
             if getattr(self, name) >= 1.0:
                 raise ValueError(f"{name} must be below 1, got {getattr(self, name)}")
+        if self.cost_correction_max < 1.0:
+            raise ValueError(f"cost_correction_max must be at least 1, got {self.cost_correction_max}")
         for name in ("outlier_ratio", "hang_ratio"):
             if 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be 0 or above 1, got {getattr(self, name)}")

@@ -88,6 +88,10 @@ class WaitDepth:
         self.depth_tokens = float(self._depth_tokens_max)
         self.window_s = settings.window_s_max
 
+    def bound(self, depth_tokens_max: int) -> None:
+        """D grows to this at most from the next dispatch on."""
+        self._depth_tokens_max = max(1, depth_tokens_max)
+
     def arrived(self, tokens: int, now_s: float) -> None:
         self._rate.add(tokens, now_s)
 

@@ -81,7 +81,7 @@ class Boundary:
     tokens: int
 
     def holds(self, new_tokens: int, history: int, instance: Instance) -> bool:
-        limit = self.tokens or instance.spec.cost.boundary_tokens(history)
+        limit = self.tokens or instance.boundary_tokens(history)
         return new_tokens <= min(limit, instance.spec.profiles.request_tokens_max)
 
 

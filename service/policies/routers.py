@@ -309,7 +309,7 @@ class PredictedLatency:
             if busy or station.waiting or station.cut_tokens:
                 ttfts.append(self._ttft_s(station, item, now_s))
                 continue
-            kind = id(instance.spec.cost), id(instance.spec.profiles), item
+            kind = id(instance.pricer.cost), id(instance.spec.profiles), item
             if kind not in idle_s:
                 idle_s[kind] = self._ttft_s(station, item, now_s)
             ttfts.append(idle_s[kind])
@@ -358,7 +358,7 @@ class PredictedLatency:
         if profiles.padding is not Padding.NOTHING:
             pass_s = instance.pricer.pass_s([(shape.tokens, shape.history)])
         if math.isinf(pass_s):
-            pass_s = instance.spec.cost.pass_s(shape)
+            pass_s = instance.pricer.cost.pass_s(shape)
         total_s += passes * pass_s
         if instance.decode.running:
             steps = min(passes, 1 + int(total_s / self._settings.itl_bound_s))

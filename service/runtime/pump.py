@@ -141,7 +141,7 @@ class Pump:
             lane_queued_tokens={lane: tokens for lane, (_, tokens) in loads.items()},
             window_s=window_s,
             depth_tokens=depth_tokens,
-            boundary_tokens=max([floor, *(i.spec.cost.boundary_tokens() for i in instances)]),
+            boundary_tokens=max([floor, *(i.boundary_tokens(0) for i in instances)]),
             knee_tokens=max((i.pricer.knee_tokens for i in instances), default=0),
             draining=core.draining,
             instances=tuple(self._instance_snapshot(worker) for worker in self._workers.values()),

@@ -85,6 +85,8 @@ class Case:
     model: a name that `engines.models` knows, or a calibration file. engine: a kind of `engine_setting`.
     link_s: delay between front end and worker, each way.
     roles: how many instances of each role; empty: all mixed.
+    model_error: the scheduler believes that passes take so many times as long, or (memory, compute): so many
+        times on each side of the cost model. Engines, targets and metric keep to the model.
     cold_passes, cold_factor: the first passes after each start of an instance take so many times as long.
     seeds: of the scored runs. tuning_seed: of the runs that choose knobs, never a scored one.
     short_target_s, long_target_factor, long_target_offset_s: the targets of DESIGN 9.
@@ -98,6 +100,7 @@ class Case:
     instances: int = 1
     engine: str = "packed"
     link_s: float = 0.0
+    model_error: float | tuple[float, float] = 1.0
     roles: Mapping[Role, int] = field(default_factory=dict)
     joins: tuple[Join, ...] = ()
     outages: tuple[Outage, ...] = ()
@@ -121,6 +124,8 @@ class Case:
             raise ValueError(f"instances must be at least 1, got {self.instances}")
         if not 0.0 <= self.link_s < math.inf:
             raise ValueError(f"link_s must be finite and at least 0, got {self.link_s}")
+        if any(not 0.0 < factor < math.inf for factor in self._errors):
+            raise ValueError(f"model_error must be above 0 and finite, got {self.model_error}")
         if self.roles and sum(self.roles.values()) != self.instances:
             raise ValueError(f"roles: {sum(self.roles.values())} in all, but instances is {self.instances}")
         for name in ("joins", "outages", "speeds", "faults"):
@@ -226,14 +231,21 @@ class Case:
             for number in range(self.instances)
         ]
 
+    @property
+    def _errors(self) -> tuple[float, float]:
+        """Of the memory and of the compute side."""
+        error = self.model_error
+        return error if isinstance(error, tuple) else (error, error)
+
     def _instance(self, number: int, setting: Setting, role: Role) -> SimInstance:
         capabilities, profiles, cost = setting
         faults = {f.pass_number: Fault(f.fatal) for f in self.faults if f.instance == number}
         make: Callable[[], SimulatedModel] | None = None
-        if faults:
+        believed = cost if self._errors == (1.0, 1.0) else cost.corrected(*self._errors)
+        if faults or believed is not cost:
             make = lambda: SimulatedModel(capabilities, profiles, cost, Behaviour(faults))  # noqa: E731
         return SimInstance(
-            InstanceSpec(f"i{number}", capabilities, profiles, cost, role),
+            InstanceSpec(f"i{number}", capabilities, profiles, believed, role),
             make_model=make,
             up_s=next((join.at_s for join in self.joins if join.instance == number), 0.0),
             outages=tuple(
