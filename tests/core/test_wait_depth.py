@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 from helpers import CPU_COST, GPU_COST, request, spec
@@ -199,3 +200,59 @@ def test_nobody_waits_for_depth_beside_an_idle_instance(instances: int) -> None:
             held += 1
             assert busy == instances - 1
     assert held
+
+
+def at_constant_rate(
+    gap_s: float, tokens: int, pass_s: Callable[[int], float], until_s: float
+) -> list[tuple[float, float, float]]:
+    """(time, W, D) at each dispatch of one engine that requests of one size reach at even gaps."""
+    awd, waiting, seen = WaitDepth(KNOBS, DEPTH_MAX), list[float](), list[tuple[float, float, float]]()
+    next_s, free_s, wake_s, arrived = gap_s, 0.0, math.inf, 0
+    while (now_s := min(next_s, wake_s, free_s if waiting else math.inf)) < until_s:
+        if next_s <= now_s:
+            arrived += 1
+            waiting.append(next_s)
+            awd.arrived(tokens, next_s)
+            next_s = gap_s * (arrived + 1)
+        if now_s < free_s:
+            continue
+        queued, took_s = tokens * len(waiting), pass_s(tokens * len(waiting))
+        wait_s = now_s - waiting[0]
+        slack_s = KNOBS.ttft_target_short_s - wait_s - took_s
+        decision = awd.decide(queue(len(waiting), queued, wait_s, slack_s, took_s), now_s, pass_s)
+        if isinstance(decision, Hold):
+            wake_s = decision.until_s  # asked again then, or when the next one comes
+            free_s = min(wake_s, next_s)
+            continue
+        seen.append((now_s, awd.window_s, awd.depth_tokens))
+        awd.dispatched(queued, UNBOUNDED, now_s)
+        waiting.clear()
+        free_s, wake_s = now_s + took_s, math.inf
+    return seen
+
+
+@settings(max_examples=25)
+@given(
+    load=st.floats(0.05, 4.0),
+    tokens=st.integers(4, 120),
+    flat_s=st.sampled_from([0.002, 0.008, 0.02]),
+    per_token_s=st.sampled_from([1e-6, 1e-5, 1e-4]),
+)
+def test_window_and_depth_settle_at_a_constant_rate(
+    load: float, tokens: int, flat_s: float, per_token_s: float
+) -> None:
+    """No oscillation: after four seconds D stays within the tokens of one request, since a pass has one more
+    or one less, W within the time in which two come, and neither drifts."""
+
+    def pass_s(asked: int) -> float:
+        return flat_s + per_token_s * asked
+
+    gap_s = max(pass_s(tokens) / load, 1.3 * per_token_s * tokens)  # load: of passes of one; less than all
+    late = [each for each in at_constant_rate(gap_s, tokens, pass_s, 6.0) if each[0] > 4.0]
+    windows, depths = [window_s for _, window_s, _ in late], [depth for _, _, depth in late]
+    assert late
+    assert max(depths) - min(depths) <= tokens + 1.0
+    assert max(windows) - min(windows) <= 2.0 * gap_s
+    halves = [[d for at_s, _, d in late if (at_s > 5.0) is second] for second in (False, True)]
+    first, second = (sum(half) / len(half) for half in halves)
+    assert second == pytest.approx(first, rel=0.05)
