@@ -10,6 +10,7 @@ A component is handed its own group, never the whole.
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -233,7 +234,21 @@ def _known_knobs(value: Any) -> Any:
         unknown = sorted(set(value) - known)
         if unknown:
             raise ValueError(f"unknown key {unknown[0]!r}")
+        if "tenant_weights" in value:
+            return {**value, "tenant_weights": _pairs(value["tenant_weights"])}
     return value
+
+
+def _pairs(weights: Any) -> Any:
+    """Of a table in a file, or of a JSON object in the environment."""
+    if isinstance(weights, str):
+        try:
+            weights = json.loads(weights)
+        except ValueError:
+            weights = None
+        if not isinstance(weights, dict):
+            raise ValueError('tenant_weights must be a JSON object in the environment, {"gold": 4}')
+    return tuple(weights.items()) if isinstance(weights, dict) else weights
 
 
 class Settings(BaseSettings):

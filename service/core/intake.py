@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from service.core.admission import Admission, QueueLoad
+from service.core.fair_share import Room
 from service.core.lanes import classify
 from service.core.policy import Instance, PrefillPolicy
 from service.core.prefix_index import PrefixTable
@@ -40,6 +41,8 @@ class Intake:
         self._instances = instances
         self._prefixes = prefixes
         self._known: _Fleet | None = None
+        self._weights = dict(settings.tenant_weights)
+        self._rooms: tuple[tuple[int, ...], dict[Lane, Room]] | None = None  # the queue as it was refused
 
     def changed(self) -> None:
         self._known = None
@@ -60,6 +63,36 @@ class Intake:
         tracked = classify(request, [self._best(request, fleet)], self._settings, seq)
         crowded = self._admission.long_refusal(request, load) if tracked.lane is Lane.LONG else None
         return crowded or tracked
+
+    def gives_way(self, request: Request, policy: PrefillPolicy, now_s: float) -> list[Tracked]:
+        """Who leaves the queue, which is full, for `request` (see `fair_share`); nobody where it stays
+        refused. Counts the queue once for each state of it, so that a flood of refusals is cheap."""
+        if self._settings.tenant_burst_s == 0.0:
+            return []
+        short, long = policy.lane_load(Lane.SHORT), policy.lane_load(Lane.LONG)
+        state = (*short, *long)
+        if self._rooms is None or self._rooms[0] != state:
+            self._rooms = state, self._count(policy)
+        rooms = self._rooms[1]
+        if not rooms[Lane.SHORT].is_within(request):
+            return []
+        lane = classify(request, [self._best(request, self._fleet())], self._settings, 0).lane
+        if not rooms[lane].is_within(request):
+            return []
+        rooms, self._rooms = self._count(policy), None  # those who leave must wait now
+        given = rooms[Lane.LONG].make(request) if lane is Lane.LONG else []
+        more = None if given is None else rooms[Lane.SHORT].make(request, given)
+        return [] if given is None or more is None else given + more
+
+    def _count(self, policy: PrefillPolicy) -> dict[Lane, Room]:
+        """What a newcomer of each lane must have room in: all, and for a long one its part of it as well."""
+        requests, tokens = self._settings.queue_requests_max, self._settings.queue_tokens_max
+        share, waiting = 1.0 - self._settings.queue_short_share, list(policy.waiting())
+        longs = (tracked for tracked in waiting if tracked.lane is Lane.LONG)
+        return {
+            Lane.SHORT: Room(waiting, (requests, tokens), self._weights),
+            Lane.LONG: Room(longs, (share * requests, share * tokens), self._weights),
+        }
 
     def _best(self, request: Request, fleet: _Fleet) -> Instance:
         """The instance with most of the prompt cached; the first where none has any."""

@@ -14,6 +14,9 @@ Ageing: a request that waited past the bound leads the pass whatever its lane, o
 until it has waited as long again. While shorts wait an aged request leads every other pass only, so that an
 overload of long ones leaves the shorts their half. So with d the longest pass and its turn of decode, and n
 requests that have waited longer, it starts within age_bound + 2 (n + 1) d where there is room for its KV.
+While the shares of tenants count (`order`) it is every fourth pass, within age_bound + 4 (n + 1) d: else the
+flood of one tenant would take half of all once it has aged. Long prompts of tenants that are ahead of others
+then join a pass only if none of the others' can run.
 Where there is none, or too many prompts are in parts, no newcomer overtakes it and the parts lead instead,
 so that they make room.
 """
@@ -25,6 +28,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, islice
 
+from service.core.fair_share import FairShare
 from service.core.lanes import short_tokens_max
 from service.core.load import Load
 from service.core.order import LaneQueue
@@ -39,6 +43,7 @@ from service.core.types import DispatchNumbers, Lane, Reason
 from service.core.wait_depth import Go, ShortQueue, WaitDepth
 
 FILL_CANDIDATES = 8  # long requests looked at for one pass
+PASSES_BETWEEN = 3  # that aged requests lead, while the shares of tenants count
 LOOKED_FURTHER = 8  # shorts beyond those of one grouping, as some may lack room for KV
 
 
@@ -47,13 +52,13 @@ class LengthAwarePolicy:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
-        self._lanes = {lane: LaneQueue(settings.age_bound_s) for lane in Lane}
+        self._lanes = {lane: LaneQueue(settings.age_bound_s, FairShare.of(settings)) for lane in Lane}
         self.pools = Pools(self._is_waited_for)
         self._placement = Placement(settings, self._lanes, self.pools)
         self._load = Load(self.pools, settings.rate_memory_s)
         self._spill = Spill(settings, self._lanes, self.pools, self._load)
         self._group_candidates = settings.group_requests_max + LOOKED_FURTHER
-        self._led: set[str | None] = set()  # instances whose last pass was led by an aged request
+        self._since_led: dict[str, int] = {}  # instance -> its passes since one that an aged request led
         self._depth_bounds: dict[str, int] = {}  # by instance
         self._awd: WaitDepth | None = None  # made for the first instance: D needs its knee
 
@@ -68,7 +73,7 @@ class LengthAwarePolicy:
     def instance_down(self, instance: Instance, now_s: float) -> None:
         self.pools.remove(instance)
         self._placement.instance_down(instance)
-        self._led.discard(instance.instance_id)
+        self._since_led.pop(instance.instance_id, None)
         self._depth_bounds.pop(instance.instance_id, None)
 
     def repriced(self, instance: Instance) -> None:
@@ -115,11 +120,20 @@ class LengthAwarePolicy:
         instance_id = plan.items[0].tracked.instance_id
         assert instance_id is not None, "the requests of a plan are bound when it is carried out"
         self.pools.dispatched()
-        (self._led.add if plan.reason is Reason.AGED else self._led.discard)(instance_id)
+        led = plan.reason is Reason.AGED
+        self._since_led[instance_id] = 0 if led else self._since_led.get(instance_id, PASSES_BETWEEN) + 1
         self._placement.pass_over(instance_id)
+        if any(queue.counts_shares for queue in self._lanes.values()):
+            self._count_shares(plan)
         shorts = sum(item.new_tokens for item in plan.items if item.tracked.lane is Lane.SHORT)
         if self._awd is not None and shorts:
             self._awd.dispatched(shorts, plan.numbers.depth_bound_tokens, now_s)
+
+    def _count_shares(self, plan: PassPlan) -> None:
+        """Each request is given its tokens' part of the pass, in seconds of all instances."""
+        token_s = plan.predicted_s / (sum(item.new_tokens for item in plan.items) * self._load.instances)
+        for item in plan.items:
+            self._lanes[item.tracked.lane].served(item.tracked, token_s * item.new_tokens)
 
     # --- the plan ---
 
@@ -135,8 +149,7 @@ class LengthAwarePolicy:
             return Wait(until_s, Reason.WAITING_FOR_INSTANCE, alike=True)
         placed_before = self._placement.placed_total
         maker = self.pass_maker(self._settings, self._lanes, self._load, instance, now_s)
-        led = instance.instance_id in self._led and self._lanes[Lane.SHORT].waits_for(instance.instance_id)
-        aged = not led and maker.lead(self._aged(instance, now_s))
+        aged = self._aged_may_lead(instance, now_s) and maker.lead(self._aged(instance, now_s))
         shorts, longs = self._candidates(instance, now_s, maker.items)
         group = maker.short_group(shorts)
         if aged:
@@ -148,12 +161,24 @@ class LengthAwarePolicy:
             reason = decision
         else:
             reason = Reason.LONG_CHUNK
-        self._complete(maker, group, shorts, longs)
+        first = self._lanes[Lane.LONG].least_ahead(longs, now_s)  # others only if none of these can run
+        self._complete(maker, group, shorts, first)
+        if not maker.items and len(first) < len(longs):
+            self._complete(maker, group, shorts, longs)
         if maker.items:
             return self._finish(instance, maker.items, reason, now_s)
         if maker.gate.refused_any:
             return self._of_all_alike(Wait(math.inf, Reason.WAITING_FOR_KV), placed_before, now_s)
         return self._of_all_alike(self._nothing_here(instance, now_s), placed_before, now_s)
+
+    def _aged_may_lead(self, instance: Instance, now_s: float) -> bool:
+        """Whether enough passes went by since one was led."""
+        passed = self._since_led.get(instance.instance_id, PASSES_BETWEEN)
+        if passed >= PASSES_BETWEEN:
+            return True
+        if any(queue.by_share(now_s) for queue in self._lanes.values()):
+            return False
+        return passed > 0 or not self._lanes[Lane.SHORT].waits_for(instance.instance_id)
 
     def _of_all_alike(self, wait: Wait, placed_before: int, now_s: float) -> Wait:
         """The answer of one instance, for its group where what is cached or who has led plays no part."""

@@ -4,6 +4,13 @@ Requests that can still meet their target come first, by priority and then deadl
 by priority and then least remaining work, since among those only the mean counts. Ageing over all: whoever
 waited past the bound leads, oldest first, so that no order can starve anybody.
 
+While requests of several tenants wait and targets are missed (somebody waits whose target is out of reach, or
+it came out of reach within `DANGER_S`), tenants that are ahead of their share (`fair_share`) go behind those
+that are not: among the feasible and among the hopeless, within a priority, by level and then as ever. Whoever
+waited past the bound then leads only if nobody of a lower level waits with a target in reach; else it is the
+first of its level. So the flood of one tenant is late for itself, and nothing changes while all are in time.
+Such a look is at all that waits in the lane, O(n log n), where it is else at the first few.
+
 A lane has one row for those that any instance may take, and one for each instance that some of them are for:
 because their KV lives there, or because they wait for it (`placement`). An instance sees its own row merged
 with the common one, so what waits for others costs it nothing.
@@ -15,13 +22,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from sortedcontainers import SortedDict, SortedKeyList
 
+from service.core.fair_share import FairShare
 from service.core.tracked import Tracked
 
+DANGER_S = 1.0  # missed targets are remembered so long, some passes
 SWEEP_MIN = 256  # entries; below this a sweep is not worth its time
 
 
@@ -54,8 +63,10 @@ class LaneQueue:
     `place` is an instance id, or None for any instance: where a request waits, and whose view is asked for.
     """
 
-    def __init__(self, age_bound_s: float) -> None:
+    def __init__(self, age_bound_s: float, share: FairShare | None = None) -> None:
         self._age_bound_s = age_bound_s
+        self._share = share
+        self._missed_s = -math.inf  # when a target came out of reach last
         self._rows: dict[str | None, _Row] = {None: _Row()}
         self._latest_start: list[tuple[float, int, Tracked]] = []  # heap; leavers are dropped lazily
         self._sweep_at = SWEEP_MIN
@@ -80,11 +91,25 @@ class LaneQueue:
         if math.isfinite(tracked.target_s):
             self._watch(tracked)
         self.tokens += tracked.remaining
+        if self._share is not None:
+            self._share.joined(tracked.request.tenant)
 
     def remove(self, tracked: Tracked) -> None:
         self._take_out(tracked)
         self._hopeless.discard(tracked.request_id)
         self.tokens -= tracked.remaining
+        if self._share is not None:
+            self._share.left(tracked.request.tenant)
+
+    @property
+    def counts_shares(self) -> bool:
+        """Whether `served` must be told: requests of several tenants came lately."""
+        return self._share is not None and len(self._share) > 1
+
+    def served(self, tracked: Tracked, seconds: float) -> None:
+        """Its tenant is given `seconds` of all instances."""
+        if self._share is not None:
+            self._share.served(tracked.request.tenant, seconds)
 
     def move(self, tracked: Tracked, place: str | None) -> None:
         """Let a waiting request wait for another instance, or for any."""
@@ -109,7 +134,22 @@ class LaneQueue:
             row.hopeless.add(tracked)
             self._hopeless.add(tracked.request_id)
             moved.append(tracked)
+        if moved:
+            self._missed_s = now_s
         return moved
+
+    def by_share(self, now_s: float) -> bool:
+        """Whether the shares of the tenants count now."""
+        if self._share is None or self._share.waiting < 2:
+            return False
+        return bool(self._hopeless) or now_s - self._missed_s <= DANGER_S
+
+    def least_ahead(self, some: list[Tracked], now_s: float) -> list[Tracked]:
+        """Those of `some` whose tenants are the least ahead of their share; all while shares don't count."""
+        if self._share is None or not some or not self.by_share(now_s):
+            return some
+        levels = [self._share.level(tracked.request.tenant) for tracked in some]
+        return [tracked for tracked, level in zip(some, levels, strict=True) if level == min(levels)]
 
     def has_aged(self, now_s: float, place: str | None = None) -> bool:
         """Whether `aged` yields anybody."""
@@ -125,7 +165,9 @@ class LaneQueue:
 
     def in_order(self, now_s: float, place: str | None = None) -> Iterator[Tracked]:
         """Those for `place` or any instance in service order; demote first."""
-        rest = self._by_target(place)
+        if self.by_share(now_s):
+            return self._in_shares(now_s, place)
+        rest = chain(*self._by_target(place))
         return self._aged_first(rest, now_s, place) if self.has_aged(now_s, place) else rest
 
     def _aged_first(self, rest: Iterator[Tracked], now_s: float, place: str | None) -> Iterator[Tracked]:
@@ -137,12 +179,29 @@ class LaneQueue:
             if tracked.request_id not in led:
                 yield tracked
 
-    def _by_target(self, place: str | None) -> Iterator[Tracked]:
-        """The feasible, then the hopeless."""
+    def _in_shares(self, now_s: float, place: str | None) -> Iterator[Tracked]:
+        """The order while shares count; see the module text."""
+        assert self._share is not None
+        aged = list(self.aged(now_s, place))
+        led = set(aged)
+        feasible, hopeless = ([t for t in part if t not in led] for part in self._by_target(place))
+        tenants = {tracked.request.tenant for tracked in chain(aged, feasible, hopeless)}
+        level = {tenant: self._share.level(tenant) for tenant in tenants}
+        least = min((level[t.request.tenant] for t in chain(aged, feasible)), default=0)
+        leading = [tracked for tracked in aged if level[tracked.request.tenant] == least]
+        behind = [tracked for tracked in aged if level[tracked.request.tenant] > least]
+
+        def rank(tracked: Tracked) -> tuple[int, int]:
+            return -tracked.request.priority, level[tracked.request.tenant]
+
+        return chain(leading, sorted(behind + feasible, key=rank), sorted(hopeless, key=rank))
+
+    def _by_target(self, place: str | None) -> tuple[Iterable[Tracked], Iterable[Tracked]]:
+        """The feasible and the hopeless."""
         rows = self._seen_from(place)
         if len(rows) == 1:
-            return chain(rows[0].feasible, rows[0].hopeless)
-        return chain(
+            return rows[0].feasible, rows[0].hopeless
+        return (
             heapq.merge(*(row.feasible for row in rows), key=_feasible_key),
             heapq.merge(*(row.hopeless for row in rows), key=_hopeless_key),
         )

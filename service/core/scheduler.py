@@ -44,6 +44,7 @@ from service.core.types import (
     PassStarted,
     Reason,
     Reject,
+    Request,
     RoleChanged,
     Submit,
     WaitUntil,
@@ -144,6 +145,8 @@ class PrefillScheduler:
             if self.draining
             else self._members.intake.admit(request, self.policy, self.submitted, now_s)
         )
+        if isinstance(tracked, Reject) and tracked.outcome is Outcome.REJECTED_CAPACITY:
+            tracked = self._in_place_of_others(request, now_s) or tracked
         if isinstance(tracked, Reject):
             self.outcomes[tracked.outcome] += 1
             self._emit(tracked)
@@ -157,6 +160,14 @@ class PrefillScheduler:
         if request.deadline_s is not None:
             timeout = Timeout(tracked, Outcome.DEADLINE_EXCEEDED, Reason.DEADLINE_PASSED)
             self._timeouts.add(request.deadline_s, timeout)
+
+    def _in_place_of_others(self, request: Request, now_s: float) -> Tracked | Reject | None:
+        """The queue is full: its live record, where tenants that hold more than their part give way."""
+        given = self._members.intake.gives_way(request, self.policy, now_s)
+        for tracked in given:
+            detail = f"the queue is full and tenant {tracked.request.tenant!r} holds more than its part of it"
+            self._reject(tracked, Outcome.REJECTED_CAPACITY, Reason.TENANT_SHARE, now_s, detail)
+        return self._members.intake.admit(request, self.policy, self.submitted, now_s) if given else None
 
     def _cancel(self, event: Cancel, now_s: float) -> None:
         tracked = self.live.get(event.request_id)

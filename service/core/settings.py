@@ -62,6 +62,10 @@ class SchedulerSettings:
     age_bound_s: float = 5.0  # a request without progress this long leads a pass, oldest first
     budget_tokens: int = 2048  # token-budget policies (fcfs): tokens of one pass, SGLang's order of size
 
+    # tenants
+    tenant_weights: tuple[tuple[str, float], ...] = ()  # (tenant, weight of its share); 1 for all others
+    tenant_burst_s: float = 0.5  # of all instances: how far ahead of its share; 0: tenants are one
+
     # decode beside prefill
     itl_bound_s: float = 0.25  # a decode step starts before the oldest last token is older than this
     decode_share_min: float = 0.1  # of engine time, while requests decode
@@ -94,7 +98,7 @@ class SchedulerSettings:
         positive |= {"outlier_passes_min", "outlier_eject_s", "hang_s_min"}
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, StrEnum):
+            if isinstance(value, StrEnum | tuple):
                 continue
             if math.isnan(value) or value < 0 or (item.name in positive and value == 0):
                 bound = "greater than 0" if item.name in positive else "at least 0"
@@ -111,3 +115,20 @@ class SchedulerSettings:
         for name in ("outlier_ratio", "hang_ratio"):
             if 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be 0 or above 1, got {getattr(self, name)}")
+        if math.isinf(self.tenant_burst_s):
+            raise ValueError("tenant_burst_s must be finite; 0 takes all tenants for one")
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        """Makes them plain pairs, however they came."""
+        try:
+            pairs = tuple((str(name), float(weight)) for name, weight in self.tenant_weights)
+        except (TypeError, ValueError):
+            given = self.tenant_weights
+            raise ValueError(f"tenant_weights must be pairs of a tenant and its weight, got {given}") from None
+        object.__setattr__(self, "tenant_weights", pairs)
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("tenant_weights names a tenant twice; give each one weight")
+        for name, weight in pairs:
+            if not (0.0 < weight < math.inf):
+                raise ValueError(f"tenant_weights: the weight of {name!r} must be above 0, got {weight}")

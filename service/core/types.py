@@ -66,6 +66,7 @@ class Reason(StrEnum):
     QUEUE_COUNT = "queue_count"
     QUEUE_TOKENS = "queue_tokens"
     QUEUE_AGE = "queue_age"
+    TENANT_SHARE = "tenant_share"  # the queue is full, and its tenant holds more than its part
     NEVER_FITS = "never_fits"
     TARGET_UNREACHABLE = "target_unreachable"
     DEADLINE_PASSED = "deadline_passed"
