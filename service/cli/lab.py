@@ -16,10 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 
 from service.cli.failures import fail
-from service.cli.lab_controllers import controllers
+from service.cli.lab_controllers import controllers, for_page
 from service.cli.tables import rich_table
 from service.sim.ablation_report import ablation_table, is_ablation, worth_table
 from service.sim.cache import DEFAULT_DIRECTORY, Cache
+from service.sim.controllers.report import write
 from service.sim.estimate import estimate
 from service.sim.exhibits.catalog import EXHIBITS
 from service.sim.exhibits.exhibit import Exhibit, Table
@@ -120,14 +121,19 @@ def exhibits(
 
 def page(
     out: Annotated[Path, typer.Option(help="Folder for lab.md and its folder lab.")] = Path("docs"),
-    suite: Annotated[list[str] | None, typer.Option(help="Suites on the page; quick by default.")] = None,
+    suite: Annotated[
+        list[str] | None, typer.Option(help=f"Suites on the page; {' and '.join(PAGE_SUITES)} by default.")
+    ] = None,
+    with_controllers: Annotated[
+        bool, typer.Option("--controllers/--no-controllers", help="Make controllers.md too.")
+    ] = True,
     workers: Workers = WORKERS,
     cache: Directory = DEFAULT_DIRECTORY,
     from_json: Annotated[
         Path | None, typer.Option(help="Run nothing; make the page from this lab.json.", exists=True)
     ] = None,
 ) -> None:
-    """Make the lab's page: suites and exhibits, plots, one JSON."""
+    """Make the lab's page: suites and exhibits, plots, one JSON; and the page of the controllers."""
     if from_json is not None:
         data: dict[str, Any] = json.loads(from_json.read_text(encoding="utf-8"))
     else:
@@ -136,6 +142,8 @@ def page(
             for loaded in [_load(name) for name in suite or PAGE_SUITES]
         ]
         data = lab_json(_exhibits(tuple(EXHIBITS)), ran)
+        if with_controllers:
+            typer.echo(f"Written to {write(for_page(workers, cache), out)}")
     typer.echo(f"Written to {write_page(data, out)}")
 
 

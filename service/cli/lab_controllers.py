@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from service.cli.failures import fail
 from service.cli.tables import rich_table
 from service.sim.cache import DEFAULT_DIRECTORY, Cache
+from service.sim.controllers.asked import asked_table, hour_table
 from service.sim.controllers.compare import CompareSettings, Comparison, Step, compare
 from service.sim.controllers.report import read, reading, table, write
 from service.sim.exhibits.exhibit import Table
@@ -45,7 +46,7 @@ def controllers(
         Path | None, typer.Option(help="Run nothing; show this controllers.json.", exists=True)
     ] = None,
 ) -> None:
-    """The controller against static splits and the printed ratio rule: misses, moves, overshoots."""
+    """The controller against static splits, the rules of LAPS and a router: misses, moves, overshoots."""
     try:
         if from_json is not None:
             found = read(from_json)
@@ -61,10 +62,21 @@ def controllers(
     numbers = [full.columns.index(name) for name in BRIEF]
     brief = Table(BRIEF, tuple(tuple(row[n] for n in numbers) for row in full.rows))
     console.print(rich_table(brief, "Controllers under one policy (simulated)"))
+    console.print(rich_table(asked_table(found), "Asked for, and whether it holds"))
+    if found.hours:
+        console.print(rich_table(hour_table(found), "An hour of constant load"))
     for line in reading(found):
         console.print(line.replace("*", ""), markup=False)
     if out is not None:
         console.print(f"Written to {write(found, out)}", markup=False)
+
+
+def for_page(workers: int, cache: Path) -> Comparison:
+    """What stands in docs/controllers.md: one seed, half of the capacity, and an hour of constant load."""
+    try:
+        return _run("drift", [], CompareSettings(seeds=(1,), hour_load=0.5), workers, cache)
+    except (ValueError, MissingTrace) as error:
+        fail(error)
 
 
 def _run(name: str, cases: list[str], settings: CompareSettings, workers: int, cache: Path) -> Comparison:

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from service.core.reconcile import FleetView, InstanceLoad, MoveReason, RoleMove
 from service.core.types import Lane, Role
 from service.sim.cache import Cache
-from service.sim.controllers.arms import ARMS, HALVES, MIXED, OURS, FixedSplit, split_of
-from service.sim.controllers.compare import CompareSettings, Comparison, Step, compare
+from service.sim.controllers.arms import ARMS, HALVES, MIXED, OURS, ROUTER, FixedSplit, split_of
+from service.sim.controllers.asked import asked_table, hour_table, least_gain
+from service.sim.controllers.compare import CompareSettings, Comparison, Scored, Step, compare
 from service.sim.controllers.report import page, read, reading, rows, spread, table, write
+from service.sim.controllers.runs import Hour
 from service.sim.controllers.scores import Path as RunPath
-from service.sim.controllers.scores import changes, overshoots, pressure_moves, recoveries
+from service.sim.controllers.scores import Recovery, RunScore, changes, overshoots, pressure_moves, recoveries
 from service.sim.figures import Window
 from service.sim.suite import Suite, load_suite, parse_suite
 
@@ -37,7 +39,7 @@ SUITE = {
         }
     ],
 }
-SETTINGS = CompareSettings(loads=(0.4,), seeds=(1, 2))
+SETTINGS = CompareSettings(loads=(0.25,), seeds=(1, 2))
 
 
 def load(name: str, role: Role) -> InstanceLoad:
@@ -140,8 +142,8 @@ def test_all_arms_meet_the_same_arrivals(comparison: Comparison) -> None:
             assert 0.0 <= run.violations() <= 1.0
             assert len(run.recoveries) == 2
             pools = [a + b for a, b in zip(run.path.sp, run.path.lp, strict=True)]
-            assert max(pools) == (0 if arm == MIXED else 3)
-            assert run.moves == 0 or arm not in (HALVES, MIXED)
+            assert max(pools) == (3 if ARMS[arm].has_roles else 0)
+            assert run.moves == 0 or arm not in (HALVES, MIXED, ROUTER)
 
 
 def test_what_is_known_is_not_run_again(small: Suite, cache: Cache, comparison: Comparison) -> None:
@@ -168,6 +170,43 @@ def test_the_report_follows_from_its_json(comparison: Comparison, tmp_path: Path
     assert [row[2] for row in shown.rows] == list(ARMS)
     (line,) = reading(comparison)
     assert OURS in line
+
+
+def made(arm: str, short: int, long: int, *periods: float | None, overshoots: int = 0) -> Scored:
+    """One run of 100 requests in each lane, so many of them missed."""
+    arrived, missed = dict.fromkeys(Lane, 100), {Lane.SHORT: short, Lane.LONG: long}
+    recoveries = tuple(Recovery(10.0, "mix", each) for each in periods)
+    run = RunScore(1, 50.0, arrived, missed, 40.0, overshoots + 1, overshoots, recoveries, None)
+    return Scored("flip", 0.25, arm, (run,))
+
+
+@pytest.mark.parametrize(
+    ("ours", "router", "expected"),
+    [
+        (made(OURS, 0, 7, 20.0), made(ROUTER, 0, 9), ("20", "yes", 0, "yes", "-30 %", "yes", "-22 %", "yes")),
+        (
+            made(OURS, 0, 8, 21.0, overshoots=2),
+            made(ROUTER, 0, 9),
+            ("21", "no", 2, "no", "-20 %", "no", "-11 %", "no"),
+        ),
+        (
+            made(OURS, 90, 1, None),
+            made(ROUTER, 0, 0),
+            ("never", "no", 0, "yes", "-90 %", "yes", "it misses none", "no"),
+        ),
+    ],
+)
+def test_the_controller_is_judged_by_what_is_asked_for(
+    ours: Scored, router: Scored, expected: tuple[object, ...]
+) -> None:
+    """Against static pools only in lanes of which they miss a twentieth: the short lane is none here."""
+    halves = made(HALVES, 4, 10)
+    hours = (Hour(OURS, 50.0, 0, 3, 0.01), Hour(ROUTER, 50.0, 1, 0, 0.0))
+    found = Comparison("small", SETTINGS, {"flip": 100.0}, (ours, halves, router), {}, hours)
+    (row,) = asked_table(found).rows
+    assert row[2:] == expected
+    assert [line[-1] for line in hour_table(found).rows] == ["yes", "no"]
+    assert least_gain(ours, made(HALVES, 1, 1), router) is None
 
 
 def test_spreads_read_well() -> None:

@@ -1,7 +1,8 @@
 """What is compared: rules that give instances their roles.
 
-All run under the same policy (`plaserve`, two pools, with spill), so only the roles differ. *mixed* has one
-pool and no roles: what the same policy does without a controller.
+All but one run under the same policy (`plaserve`, two pools, with spill), so only the roles differ. *mixed*
+has one pool and no roles: what the same policy does without a controller. The *router* is what LAPS was
+measured against: another policy, without roles.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ OURS = "plaserve"
 HALVES = "static 50:50"
 HISTORY = "static, history"
 RATIO = "ratio, as printed"
+DIFFERENCE = "difference, slides"
+ROUTER = "load-balanced router"
 MIXED = "one mixed pool"
 
 
@@ -62,6 +65,15 @@ class Arm:
 
     make: Callable[[SchedulerSettings, float], Controller | None]
     what: str
+    policy: str = "plaserve:mode=spatial"
+
+    @property
+    def has_roles(self) -> bool:
+        return self.policy.endswith("mode=spatial")
+
+
+def _laps(*, ratio_test: bool) -> Controller:
+    return laps_controllers.PressureController(laps_controllers.PressureKnobs(), ratio_test=ratio_test)
 
 
 ARMS: Mapping[str, Arm] = {
@@ -76,9 +88,20 @@ ARMS: Mapping[str, Arm] = {
         "the average, to the nearest instance, at least one in each pool",
     ),
     RATIO: Arm(
-        lambda *_: laps_controllers.PressureController(laps_controllers.PressureKnobs(), ratio_test=True),
+        lambda *_: _laps(ratio_test=True),
         "LAPS, algorithm 2: from halves on, utilisation subtracted, P_s > (1 + tau) P_l; tau = 0.2 and "
         "cool-down 5 s, the values of ours, since none is published",
     ),
-    MIXED: Arm(lambda *_: None, "no roles: every instance serves both lanes"),
+    DIFFERENCE: Arm(
+        lambda *_: _laps(ratio_test=False),
+        "the same as the slides tell it: P_s - P_l > tau",
+    ),
+    ROUTER: Arm(
+        lambda *_: None,
+        "no roles, and the policy is `router_lb`: each arrival to the least loaded instance, `fcfs` there",
+        policy="router_lb",
+    ),
+    MIXED: Arm(
+        lambda *_: None, "no roles: every instance serves both lanes", policy="plaserve:mode=temporal"
+    ),
 }

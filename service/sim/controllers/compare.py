@@ -18,7 +18,7 @@ from service.sim.cache import Cache, key_of
 from service.sim.case import Case
 from service.sim.code_digest import source_digest
 from service.sim.controllers import runs
-from service.sim.controllers.arms import ARMS, OURS, RATIO
+from service.sim.controllers.arms import ARMS, DIFFERENCE, OURS, RATIO
 from service.sim.controllers.runs import Found, Hour
 from service.sim.controllers.scores import RunScore
 from service.sim.experiment import plain_case
@@ -28,7 +28,7 @@ from service.sim.suite import Suite
 from service.sim.tasks import load_of
 
 FIRST_GUESS = 0.55  # of the capacity, for a goodput
-HOUR_ARMS = (OURS, RATIO)
+HOUR_ARMS = (OURS, RATIO, DIFFERENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,11 @@ class Comparison:
     scored: tuple[Scored, ...]
     goodput: Mapping[str, Mapping[str, Found]]
     hours: tuple[Hour, ...]
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Those that were run, in order."""
+        return tuple(dict.fromkeys(scored.arm for scored in self.scored))
 
     def of(self, case: str, load: float, arm: str) -> Scored:
         return next(s for s in self.scored if (s.case, s.load, s.arm) == (case, load, arm))
@@ -162,8 +167,9 @@ def _results(
     tasks: Sequence[_Task], pool: Executor | None, cache: Cache | None, progress: Callable[[Step], None]
 ) -> list[Any]:
     """In order. pool: None: in this process."""
-    code = source_digest(("service.sim.controllers.runs",), "plaserve")
-    keys = [_key(task, code) for task in tasks]
+    policies = {ARMS[task.arguments[0]].policy for task in tasks}
+    code = {policy: source_digest(("service.sim.controllers.runs",), policy) for policy in policies}
+    keys = [_key(task, code[ARMS[task.arguments[0]].policy]) for task in tasks]
     found: list[Any] = [None] * len(tasks)
     running: dict[Future[Any], int] = {}
     done = 0

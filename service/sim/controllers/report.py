@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from service.core.types import Lane
 from service.sim.controllers.arms import ARMS, HALVES, HISTORY, MIXED, OURS
+from service.sim.controllers.asked import ASKED, ENOUGH, asked_table, hour_table, mean
 from service.sim.controllers.compare import Comparison, Scored
 from service.sim.controllers.runs import SETTLE_S
 from service.sim.controllers.scores import GOOD, SEEN_PERIODS, TURN_PERIODS, RunScore
@@ -25,14 +26,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PICTURE = "controllers.png"
-ENOUGH = 0.05  # of a lane: what static pools must miss to be compared with
 HEAD = """\
 # Controllers side by side
 
 Made by `plaserve lab controllers`: the suite `{suite}` of the lab, simulated. The policy is `plaserve` in
-every run, and the arrivals are the same; only the rule that gives instances their roles differs. A role is a
-preference in this policy, and requests spill ([scheduling](scheduling.md)), so a wrong split costs less here
-than between walls. Load: {loads} of the [capacity](metric.md) of the case.
+every run but those of the router, and the arrivals are the same; only the rule that gives instances their
+roles differs. A role is a preference in this policy, and requests spill ([scheduling](scheduling.md)), so a
+wrong split costs less here than between walls. Load: {loads} of the [capacity](metric.md) of the case.
 {seeds} [Rows](lab/controllers.csv), [JSON](lab/controllers.json).
 
 | controller | what it does |
@@ -91,10 +91,6 @@ def table(comparison: Comparison) -> Table:
     return Table(columns, tuple(rows))
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def spread(values: Sequence[float]) -> str:
     """Mean, and from two values on the 95 % t-interval, cut at 0: a share is not below."""
     if len(values) < 2:
@@ -129,14 +125,15 @@ def reading(comparison: Comparison) -> Iterator[str]:
     """What the figures say, a sentence or two a case and load."""
     for case in dict.fromkeys(scored.case for scored in comparison.scored):
         for load in comparison.settings.loads:
-            of = {arm: comparison.of(case, load, arm) for arm in ARMS}
+            of = {arm: comparison.of(case, load, arm) for arm in comparison.arms}
             share = {arm: worse_lane(each) for arm, each in of.items()}
-            order = sorted((arm for arm in ARMS if arm != MIXED), key=share.__getitem__)
+            order = sorted((arm for arm in of if ARMS[arm].has_roles), key=share.__getitem__)
+            apart = ", ".join(f"{arm} {100.0 * share[arm]:.2f} %" for arm in of if not ARMS[arm].has_roles)
             ours = ", ".join(f"{arm} {100.0 * share[arm]:.2f} %" for arm in order)
             best = "the fewest misses" if order[0] == OURS else f"more misses than {_and(_before(order))}"
             yield (
                 f"**{case}** at {of[OURS].runs[0].rate_per_s:.0f} requests/s, misses of the worse lane: "
-                f"{ours}; {MIXED} {100.0 * share[MIXED]:.2f} %. {OURS} has {best}.{_claim(of)}"
+                f"{ours}; {apart}. {OURS} has {best}.{_claim(of)}"
             )
 
 
@@ -147,7 +144,7 @@ def worse_lane(scored: Scored) -> float:
 
 def totals(comparison: Comparison) -> Iterator[str]:
     """Over all cases and loads."""
-    of = {arm: [s for s in comparison.scored if s.arm == arm] for arm in ARMS}
+    of = {arm: [s for s in comparison.scored if s.arm == arm] for arm in comparison.arms}
     moved = (
         f"*{arm}* {mean_sum([[run.moves for run in s.runs] for s in each]):.0f} and "
         f"{mean_sum([[run.overshoots for run in s.runs] for s in each]):.0f}"
@@ -256,12 +253,25 @@ def page(comparison: Comparison) -> str:
         head,
         table_markdown(table(comparison)) + "\n",
         words,
+        "## What is asked for\n",
+        ASKED,
+        table_markdown(asked_table(comparison)) + "\n",
+        *_hours(comparison),
         f"![Pools and attainment, {comparison.scored[0].case}](lab/{PICTURE})\n",
         "## What it says\n",
         *(f"{line}\n" for line in (*reading(comparison), *totals(comparison))),
-        *_hours(comparison),
     ]
     return "\n".join(parts)
+
+
+def _hours(comparison: Comparison) -> Iterator[str]:
+    if comparison.hours:
+        rate = comparison.hours[0].rate_per_s
+        yield (
+            f"An hour of constant load, {rate:.0f} requests/s of the first mix. *Moves*: after the first "
+            f"{SETTLE_S:.0f} s; asked for are none.\n"
+        )
+        yield table_markdown(hour_table(comparison)) + "\n"
 
 
 def _seeds(seeds: Sequence[int]) -> str:
@@ -271,22 +281,13 @@ def _seeds(seeds: Sequence[int]) -> str:
     return f"Seeds {names}; means over seeds, in brackets 95 % t-intervals."
 
 
-def _hours(comparison: Comparison) -> Iterator[str]:
-    for hour in comparison.hours:
-        yield (
-            f"An hour of constant load, {hour.rate_per_s:.0f} requests/s of the first mix: *{hour.arm}* "
-            f"makes {hour.moves} moves after the first {SETTLE_S:.0f} s ({hour.first} before), and "
-            f"{100.0 * hour.violations:.2f} % of all requests miss.\n"
-        )
-
-
 # --- the picture ---
 
 
 def _drawn(comparison: Comparison) -> list[tuple[str, RunScore]]:
     """The first case at the highest load, the first seed of every arm."""
     case, load = comparison.scored[0].case, max(comparison.settings.loads)
-    return [(arm, comparison.of(case, load, arm).runs[0]) for arm in ARMS]
+    return [(arm, comparison.of(case, load, arm).runs[0]) for arm in comparison.arms]
 
 
 def draw(comparison: Comparison, path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from service.sim.bounds import least_total_work_s
 from service.sim.case import Case
-from service.sim.controllers.arms import ARMS, MIXED
+from service.sim.controllers.arms import ARMS
 from service.sim.controllers.scores import RunScore, pressure_moves, score_run
 from service.sim.figures import MetricSettings, PointFigures
 from service.sim.goodput import SearchSettings, search
@@ -44,10 +44,6 @@ class Hour:
     violations: float
 
 
-def policy_of(arm: str) -> str:
-    return "plaserve:mode=temporal" if arm == MIXED else "plaserve:mode=spatial"
-
-
 def short_share(load: Load, rate_per_s: float) -> float:
     """Of the least work of all measured requests."""
     jobs = load.jobs(rate_per_s)
@@ -57,7 +53,7 @@ def short_share(load: Load, rate_per_s: float) -> float:
 
 def score(case: Case, arm: str, rate_per_s: float, seed: int, metric: MetricSettings) -> RunScore:
     """One run at a rate that the case can be run at."""
-    load, policy = load_of(case, metric, seed), policy_of(arm)
+    load, policy = load_of(case, metric, seed), ARMS[arm].policy
     _, settings, _ = parse(policy, case.scheduler_settings())
     controller = ARMS[arm].make(settings, short_share(load, rate_per_s))
     _, result = run_with_records(
@@ -78,7 +74,7 @@ def score(case: Case, arm: str, rate_per_s: float, seed: int, metric: MetricSett
 
 def goodput(case: Case, arm: str, guess: float, seed: int, metric: MetricSettings) -> Found:
     """guess: of the first rate, over the capacity."""
-    load, policy = load_of(case, metric, seed), policy_of(arm)
+    load, policy = load_of(case, metric, seed), ARMS[arm].policy
     _, settings, _ = parse(policy, case.scheduler_settings())
 
     def probe(rate_per_s: float, level: float) -> PointFigures:
@@ -124,7 +120,7 @@ def hour(case: Case, arm: str, rate_per_s: float, seconds: float) -> Hour:
         speeds=(),
         cold_passes=0,
     )
-    policy, count = policy_of(arm), _Count()
+    policy, count = ARMS[arm].policy, _Count()
     _, settings, _ = parse(policy, still.scheduler_settings())
     source = make_source(
         still.workload, rate_per_s=rate_per_s, seed=1, targets=still.targets(), seconds=seconds
