@@ -1,8 +1,8 @@
 """Which cells a rectangular engine should have: bucket edges and batch sizes under two budgets.
 
-**What is minimised.** Traffic is a histogram of groups: w(l, n) passes a request of n requests, the longest of
-them l tokens (`engines.cell_traffic`). With edges L_1 < .. < L_k and batch sizes S_j at edge L_j, a group runs
-at the first edge that holds its longest request, padded to it, in the cheapest passes of sizes in S_j:
+**What is minimised.** Traffic is a histogram of groups: w(l, n) passes a request of n requests, the longest
+of them l tokens (`engines.cell_traffic`). With edges L_1 < .. < L_k and batch sizes S_j at edge L_j, a group
+runs at the first edge that holds its longest request, padded to it, in the cheapest passes of sizes in S_j:
 
     g_j(n) = min over B in S_j of  c(L_j, B) + g_j(max(0, n - B)),     g_j(0) = 0
     expected seconds a request = sum over (l, n) of  w(l, n) g_j(n),   L_{j-1} < l <= L_j
@@ -25,7 +25,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import combinations
 
 import numpy as np
@@ -83,8 +83,8 @@ class Candidates:
                 raise ValueError(f"{name}: at most {count_max} candidates, got {len(values)}; take fewer")
         if self.lengths[-1] * self.batches[0] > self.cell_tokens_max:
             raise ValueError(
-                f"cell_tokens_max is {self.cell_tokens_max}, but {self.batches[0]} x {self.lengths[-1]} tokens "
-                "must fit: raise it, or leave the largest lengths out"
+                f"cell_tokens_max is {self.cell_tokens_max}, but {self.batches[0]} x {self.lengths[-1]} "
+                "tokens must fit: raise it, or leave the largest lengths out"
             )
 
 
@@ -206,7 +206,7 @@ def _prices(
     by_edge = edges_of(cells)
     lengths = list(by_edge)
 
-    @lru_cache(maxsize=None)
+    @cache
     def group(edge: int, rows: int) -> tuple[float, int]:
         if rows <= 0:
             return 0.0, 0
@@ -286,7 +286,8 @@ def _limits(candidates: Candidates, price: CellPrice, budget: Budget) -> tuple[i
             cells_max = min(cells_max, math.floor(limit / each * (1.0 + 1e-12)))
     if cells_max < 1:
         raise ValueError(
-            f"budget: not one cell of {price.bytes_each / 1e6:.0f} MB and {price.build_s:.0f} s fits; raise it"
+            f"budget: not one cell of {price.bytes_each / 1e6:.0f} MB and {price.build_s:.0f} s fits; "
+            "raise it"
         )
     if not price.bytes_per_token or math.isinf(budget.bytes_max):
         return cells_max, 0, 0

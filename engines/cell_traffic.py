@@ -1,14 +1,14 @@
 """From a histogram of prompt lengths and a rate to the groups that passes hold.
 
 A prompt longer than `chunk_tokens` runs in chunks of that size, each alone, and a rest that runs alone too.
-Any other shares its pass with others of its own length, as far as the scheduler would put them together: while
-the one more delays those who wait by less than a pass of its own would take (service/core/grouping.py),
+Any other shares its pass with others of its own length, as far as the scheduler would put them together:
+while the one more delays those who wait by less than a pass of its own would take (service/core/grouping.py),
 
     n (c(n l) - c((n - 1) l)) <= c(l)
 
-and as many as come while a pass runs: 1 + K, K Poisson with mean rate x mean seconds of a pass, where the rate
-is of those that can share. The mean pass follows from the groups in turn: the fixed point from below, that of a
-queue in which each pass takes in what came during the one before.
+and as many as come while a pass runs: 1 + K, K Poisson with mean rate x mean seconds of a pass, where the
+rate is of those that can share. The mean pass follows from the groups in turn: the fixed point from below,
+that of a queue in which each pass takes in what came during the one before.
 
 What this leaves out: history, requests of different lengths in one pass, bursts, and a queue that builds up
 over several passes.

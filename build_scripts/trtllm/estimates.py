@@ -201,9 +201,15 @@ def _does_not_fit(spec: TrtLlmSpec, fixed: Iterable[Figure], kv_bytes: int, usab
     )
 
 
+def graph_price(parameters: int) -> tuple[int, float]:
+    """(bytes, most seconds) of one more captured prefill graph of a model of so many weights. The figures of
+    LAPS, between the models they are published for by parameters."""
+    return int(_graph_megabytes(parameters) * 1e6), _GRAPH_S[1]
+
+
 def graph_comparison(spec: TrtLlmSpec) -> GraphComparison:
     """The grid as LAPS captures it, against the profiles of one engine. The paper's figures, not ours."""
-    each = int(_graph_megabytes(spec.shape.parameters) * 1e6)
+    each, _ = graph_price(spec.shape.parameters)
     cells = len(spec.lengths) * len(spec.batches)
     weights = weight_bytes(spec)
     return GraphComparison(

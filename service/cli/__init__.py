@@ -22,6 +22,7 @@ from service.cli import (
     generate,
     lab,
     plan,
+    plan_cells,
     processes,
     serve,
     simulate,
@@ -64,6 +65,7 @@ for module in (
     simulate,
     lab,
     plan,
+    plan_cells,
     fleet,
     processes,
 ):

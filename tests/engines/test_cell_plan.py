@@ -1,4 +1,4 @@
-"""Laws of the planner of cells: it is exact, it keeps to its budget, and more budget or more choice never costs."""
+"""Laws of the planner of cells: it is exact, keeps to its budget, and more budget or choice never costs."""
 
 from __future__ import annotations
 
