@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TEST_PROCESSES ?= 2
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo fleet-demo test check chaos chaos-sim chart-check lab lab-smoke gpu-check protos clean
+.PHONY: setup demo fleet-demo test check bench chaos chaos-sim chart-check lab lab-smoke gpu-check protos clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,18 @@ demo: setup
 # Twelve processes and etcd under load, some of them killed: about four minutes.
 fleet-demo: setup
 	$(BIN)/plaserve fleet demo
+
+# Four policies side by side on the CPU engine: about ten minutes under load, two more to build the bundle at first.
+# On an idle machine: client, services and engine share it.
+BENCH_POLICIES ?= fcfs,shortest_aging,laps_slides,plaserve
+BENCH_ROUNDS ?= 4
+BENCH_SECONDS ?= 32
+BENCH_BUNDLES ?= bundles
+
+bench: setup
+	$(BIN)/plaserve build --out $(BENCH_BUNDLES)
+	$(BIN)/plaserve bench compare --policies $(BENCH_POLICIES) --rounds $(BENCH_ROUNDS) \
+		--seconds $(BENCH_SECONDS) --bundle $(BENCH_BUNDLES)/SmolLM2-135M-Instruct --json var/bench/bench.json
 
 # A file's tests stay in one process, so that what they share is made once.
 test: setup
@@ -41,7 +53,8 @@ chart-check: setup
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[deploy]'
 	$(BIN)/python -m pytest -q tests/deploy
 
-# The lab: a minute to see that it works, or half an hour for its page (docs/lab.md).
+# The lab: a minute to see that it works, or some 40 minutes on two idle cores for its pages (docs/lab.md,
+# docs/controllers.md); goes on where it was stopped.
 lab-smoke: setup
 	$(BIN)/plaserve lab run smoke
 

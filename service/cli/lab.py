@@ -133,7 +133,11 @@ def page(
         Path | None, typer.Option(help="Run nothing; make the page from this lab.json.", exists=True)
     ] = None,
 ) -> None:
-    """Make the lab's page: suites and exhibits, plots, one JSON; and the page of the controllers."""
+    """Make the lab's page: suites and exhibits, plots, one JSON; and the page of the controllers.
+
+    From nothing some 40 minutes on two idle cores: quick 25, ablation 3, exhibits 5, controllers with an hour
+    of constant load 6. Suites and controllers go on where they were stopped.
+    """
     if from_json is not None:
         data: dict[str, Any] = json.loads(from_json.read_text(encoding="utf-8"))
     else:
