@@ -37,10 +37,11 @@ HEAD = """\
 
 Made by `plaserve lab page`, which makes [controllers](controllers.md) too; [lab.json](lab/lab.json) holds
 every figure on it. Nothing here was measured on a GPU. *Computed* figures come from the cost model alone,
-*simulated* ones from the scheduling core that serves, run in virtual time over that cost model. The cost models
-rest on published estimates for H200 ([cost model](cost-model.md)); passes above 4,096 tokens are extrapolated.
-Who is compared stands in [policies](policies/README.md), how in [metric](metric.md) and
-[workloads](workloads.md); how far the simulator itself can be trusted, in [outside checks](outside-checks.md).
+*simulated* ones from the scheduling core that serves, run in virtual time over that cost model. The cost
+models rest on published estimates for H200 ([cost model](cost-model.md)); passes above 4,096 tokens are
+extrapolated. Who is compared stands in [policies](policies/README.md), how in [metric](metric.md) and
+[workloads](workloads.md); how far the simulator itself can be trusted, in
+[outside checks](outside-checks.md).
 """
 
 
