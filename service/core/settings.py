@@ -125,7 +125,7 @@ class SchedulerSettings:
             pairs = tuple((str(name), float(weight)) for name, weight in self.tenant_weights)
         except (TypeError, ValueError):
             given = self.tenant_weights
-            raise ValueError(f"tenant_weights must be pairs of a tenant and its weight, got {given}") from None
+            raise ValueError(f"tenant_weights must be pairs of tenant and weight, got {given}") from None
         object.__setattr__(self, "tenant_weights", pairs)
         if len(dict(pairs)) < len(pairs):
             raise ValueError("tenant_weights names a tenant twice; give each one weight")
