@@ -88,7 +88,7 @@ class Corrections:
         kind.members[instance.instance_id] = instance
         kind.warm_up[instance.instance_id] = WARM_UP_PASSES
         if kind.believed is not kind.stated:
-            instance.reprice(kind.believed, kind.believed.knee_tokens())
+            _price([instance], kind)
 
     def left(self, instance: Instance) -> None:
         """It is gone; what was learnt goes with the last of a kind."""
@@ -129,13 +129,18 @@ class Corrections:
         kind.believed = kind.stated.corrected(math.exp(memory), math.exp(compute))
         kind.samples.clear()
         kind.seen = 0
-        knee_tokens = kind.believed.knee_tokens()
-        for instance in kind.members.values():
-            instance.reprice(kind.believed, knee_tokens)
+        _price(kind.members.values(), kind)
         return True
 
     def _bounded(self, log: float) -> float:
         return min(max(log, -self._log_max), self._log_max)
+
+
+def _price(instances: Iterable[Instance], kind: _Kind) -> None:
+    factors, knee_tokens = (math.exp(kind.memory), math.exp(kind.compute)), kind.believed.knee_tokens()
+    for instance in instances:
+        instance.reprice(kind.believed, knee_tokens)
+        instance.correction = factors
 
 
 def step_of(samples: Sequence[Sample], *, alone: bool) -> tuple[float, float] | None:

@@ -65,6 +65,7 @@ class Instance:
         self.kv = KvBudget(spec.capabilities.kv_blocks_total, spec.capabilities.block_tokens)
         self.prefix = PrefixIndex(spec.capabilities.block_tokens, prefixes)
         self.decode = DecodeRule(settings, spec.capabilities, self.pricer)
+        self.correction = (1.0, 1.0)  # of the spec's cost: memory, compute side; written by `correction`
         self.busy_s = 0.0  # in passes that are over; written by the scheduler
         self.running: InFlight | None = None
         self.staged: InFlight | None = None

@@ -76,6 +76,7 @@ class InstanceSnapshot:
     state: str
     decoding: int
     stats: EngineStats
+    correction: tuple[float, float] = (1.0, 1.0)  # of its cost model: memory and compute side
 
 
 @dataclass(frozen=True, slots=True)

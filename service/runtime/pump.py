@@ -389,4 +389,5 @@ class Pump:
         instance = self.scheduler.instances.get(worker.instance_id)
         state = instance.state if instance is not None else InstanceState.DOWN
         decoding = len(instance.decode.running) if instance is not None else 0
-        return InstanceSnapshot(worker.instance_id, state.value, decoding, worker.stats())
+        correction = instance.correction if instance is not None else (1.0, 1.0)
+        return InstanceSnapshot(worker.instance_id, state.value, decoding, worker.stats(), correction)

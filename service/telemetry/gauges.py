@@ -107,16 +107,18 @@ def _by_lane(snapshot: Snapshot) -> Iterator[Family]:
 
 
 def _by_instance(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Family]:
-    metrics = (names.INSTANCE_UP, names.DECODING, names.KV_BLOCKS, names.INCIDENTS)
-    up, decoding, blocks, incidents = (family_of(metric) for metric in metrics)
+    metrics = (names.INSTANCE_UP, names.DECODING, names.CORRECTION, names.KV_BLOCKS, names.INCIDENTS)
+    up, decoding, corrections, blocks, incidents = (family_of(metric) for metric in metrics)
     for instance in instances:
         instance_id, stats = instance.instance_id, instance.stats
         up.add_metric([instance_id], float(instance.state == InstanceState.UP))
         decoding.add_metric([instance_id], instance.decoding)
+        for side, factor in zip(("memory", "compute"), instance.correction, strict=True):
+            corrections.add_metric([instance_id, side], factor)
         held = stats.kv_blocks_total - stats.kv_blocks_free - stats.kv_blocks_cached
         blocks.add_metric([instance_id, names.HELD], held)
         blocks.add_metric([instance_id, names.CACHED], stats.kv_blocks_cached)
         blocks.add_metric([instance_id, names.FREE], stats.kv_blocks_free)
         for incident, count in stats.incidents:
             incidents.add_metric([instance_id, incident], count)
-    yield from (up, decoding, blocks, incidents)
+    yield from (up, decoding, corrections, blocks, incidents)

@@ -135,6 +135,13 @@ KNEE = Metric("plaserve_knee_tokens", _G, "T from which added tokens cost linear
 DRAINING = Metric("plaserve_draining", _G, "1 while the service refuses new work to stop.")
 INSTANCE_UP = Metric("plaserve_instance_up", _G, "1 while the instance takes passes.", ("instance_id",))
 DECODING = Metric("plaserve_instance_decoding_requests", _G, "Requests that decode there.", ("instance_id",))
+CORRECTION = Metric(
+    "plaserve_cost_correction_ratio",
+    _G,
+    "By what measured passes multiply the stated cost of the instance, memory and compute side: 1 where the "
+    "cost model is right. Far from 1 for long: calibrate anew.",
+    ("instance_id", "side"),
+)
 KV_BLOCKS = Metric(
     "plaserve_kv_blocks",
     _G,

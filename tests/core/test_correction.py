@@ -181,6 +181,8 @@ def test_all_instances_of_a_kind_are_priced_alike_and_late_comers_too() -> None:
     for instance in (late, other):
         rig.corrections.joined(instance)
     assert all(instance.pricer.cost is rig.believed for instance in (*rig.instances, late))
+    assert late.correction == rig.instances[0].correction == pytest.approx((1.5, 1.5))
+    assert other.correction == (1.0, 1.0)
     assert rig.believed.weights_s == pytest.approx(1.5 * GPU_COST.weights_s, rel=1e-6)
     assert other.pricer.cost == GPU_COST  # another kind, for all that is known
     for instance in (*rig.instances, late):

@@ -158,6 +158,7 @@ async def test_gauges_are_those_of_the_snapshot():
     assert found("plaserve_knee_tokens") == snapshot.knee_tokens
     assert found("plaserve_boundary_tokens") == snapshot.boundary_tokens
     (instance,) = snapshot.instances
+    assert found("plaserve_cost_correction_ratio", side="memory") == instance.correction[0] == 1.0
     assert found("plaserve_kv_blocks") == instance.stats.kv_blocks_total
     assert found("plaserve_kv_blocks", state="cached") == instance.stats.kv_blocks_cached > 0
     assert found("plaserve_service_info", model=MODEL, backend=BACKEND) == 1
