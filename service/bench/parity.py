@@ -15,6 +15,7 @@ slower. What was measured is divided by `scale`: figures are in the engine's tim
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -155,6 +156,7 @@ def server_spec(policy: str, scale: float, log_dir: Path) -> ServerSpec:
     """The service on the slowed clock; every scheduler setting is given, whatever the environment says."""
     times = slowed(SchedulerSettings(), scale)
     knobs = {item.name: str(getattr(times, item.name)) for item in fields(times)}
+    knobs["tenant_weights"] = json.dumps(dict(times.tenant_weights))
     environment = {f"PLASERVE_SCHEDULER__{name.upper()}": value for name, value in knobs.items()}
     environment["PLASERVE_ENGINE__SIMULATED_PRESET"] = PRESET
     environment["PLASERVE_ENGINE__SIMULATED_TIME_SCALE"] = str(scale)
