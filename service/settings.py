@@ -316,6 +316,13 @@ def load_settings(config: Path | None = None, overrides: Mapping[str, Any] | Non
         raise SettingsError(f"{key}: {message} (got {first['input']!r})") from error
 
 
+def scheduler_environment(settings: SchedulerSettings) -> dict[str, str]:
+    """The variables that make a process schedule by `settings`, whatever else its environment says."""
+    given = {item.name: str(getattr(settings, item.name)) for item in fields(settings)}
+    given["tenant_weights"] = json.dumps(dict(settings.tenant_weights))
+    return {f"PLASERVE_SCHEDULER__{name.upper()}": value for name, value in given.items()}
+
+
 def known_keys() -> dict[str, set[str]]:
     """Group -> its keys; the group "" holds the keys that stand alone."""
     keys: dict[str, set[str]] = {"": set()}

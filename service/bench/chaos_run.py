@@ -14,7 +14,7 @@ import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from protos.plaserve.v1 import fleet_pb2 as pb
@@ -32,6 +32,7 @@ from service.bench.fleet_rig import FleetRig, Kind, Part, RigError, RigSettings,
 from service.bench.parity import PRESET, slowed
 from service.core.settings import Mode, SchedulerSettings
 from service.rpc.tls import TlsFiles, channel_opener
+from service.settings import scheduler_environment
 from service.sim.chaos_schedule import Ask
 
 RECOVER_S_MAX = 20.0
@@ -273,10 +274,7 @@ def rig_settings(schedule: RealSchedule) -> RigSettings:
         outlier_eject_s=2.0,
         no_instance_s_max=4.0,
     )
-    environment = {
-        f"PLASERVE_SCHEDULER__{item.name.upper()}": str(getattr(times, item.name)) for item in fields(times)
-    }
-    environment |= {
+    environment = scheduler_environment(times) | {
         "PLASERVE_ENGINE__BACKEND": "simulated",
         "PLASERVE_ENGINE__SIMULATED_PRESET": PRESET,
         "PLASERVE_ENGINE__SIMULATED_TIME_SCALE": str(schedule.scale),

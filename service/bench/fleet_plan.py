@@ -13,7 +13,7 @@ than at full speed, but each of them waits as long.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from engines.simulated_settings import h200_32b_like
@@ -23,6 +23,7 @@ from service.bench.workload import PlannedRequest
 from service.core.pressure import PressureSettings
 from service.core.pricing import Pricer
 from service.core.settings import Mode, SchedulerSettings
+from service.settings import scheduler_environment
 from service.sim.sources import Targets, WorkloadSpec, make_source, workload_stats
 from service.sim.workload import Arrival
 
@@ -148,9 +149,7 @@ def plan_of(settings: DemoSettings) -> tuple[PlannedRequest, ...]:
 def rig_settings(settings: DemoSettings) -> RigSettings:
     """The fleet on the slowed clock; every scheduler setting is given, whatever the environment says."""
     times = replace(slowed(SchedulerSettings(), settings.scale), mode=Mode.SPATIAL)
-    environment = {
-        f"PLASERVE_SCHEDULER__{f.name.upper()}": str(getattr(times, f.name)) for f in fields(times)
-    }
+    environment = scheduler_environment(times)
     environment["PLASERVE_ENGINE__BACKEND"] = "simulated"
     environment["PLASERVE_ENGINE__SIMULATED_PRESET"] = PRESET
     environment["PLASERVE_ENGINE__SIMULATED_TIME_SCALE"] = str(settings.scale)

@@ -15,7 +15,6 @@ slower. What was measured is divided by `scale`: figures are in the engine's tim
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +34,7 @@ from service.core.pricing import Pricer
 from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec, Lane, Outcome
 from service.policies import make_scheduler
+from service.settings import scheduler_environment
 from service.sim.cluster import SimInstance
 from service.sim.kernel import run
 from service.sim.sources import Targets, WorkloadSpec, make_source, workload_stats
@@ -155,9 +155,7 @@ def simulate(policy: str, arrivals: Sequence[Arrival]) -> tuple[list[Observation
 def server_spec(policy: str, scale: float, log_dir: Path) -> ServerSpec:
     """The service on the slowed clock; every scheduler setting is given, whatever the environment says."""
     times = slowed(SchedulerSettings(), scale)
-    knobs = {item.name: str(getattr(times, item.name)) for item in fields(times)}
-    knobs["tenant_weights"] = json.dumps(dict(times.tenant_weights))
-    environment = {f"PLASERVE_SCHEDULER__{name.upper()}": value for name, value in knobs.items()}
+    environment = scheduler_environment(times)
     environment["PLASERVE_ENGINE__SIMULATED_PRESET"] = PRESET
     environment["PLASERVE_ENGINE__SIMULATED_TIME_SCALE"] = str(scale)
     return ServerSpec(policy, ("--backend", "simulated"), log_dir / f"parity-{policy}.log", environment)
