@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -50,6 +51,7 @@ def make(stub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     private = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short: a socket's path is
     monkeypatch.setattr(tempfile, "tempdir", str(private))
     links: list[ChildLink] = []
+    gc.collect()  # what earlier tests left for the collector is not this one's
     before, others = _descriptors(), _children()
 
     def make(vice: str = "", version: str = "1.2.1", **settings: object) -> ChildLink:
@@ -63,6 +65,7 @@ def make(stub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         link.close()
     assert not list(private.iterdir()), "a private directory was left"
     private.rmdir()
+    gc.collect()
     assert _descriptors() == before, "descriptors leaked"
     assert _children() <= others, "a child or a zombie is left"
 
