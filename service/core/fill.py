@@ -26,6 +26,10 @@ class LongFill:
         self._instance = instance
         self._allowed_s = allowed_s
 
+    def end_within(self, seconds: float) -> None:
+        """A prompt that ends in the pass must have its first token by then."""
+        self._allowed_s = min(self._allowed_s, seconds)
+
     def alone(self, rest: tuple[int, int]) -> int:
         """Tokens of a chunk of `rest` = (new tokens, history) in a pass of its own; 0: none can run."""
         return self._instance.chunk_tokens(rest, self._bound(rest[1]))

@@ -39,11 +39,13 @@ from service.core.pools import Pools, serves
 from service.core.settings import SchedulerSettings
 from service.core.spill import LOOKED_AT, Spill
 from service.core.tracked import Tracked
+from service.core.triage import set_aside
 from service.core.types import DispatchNumbers, Lane, Reason
 from service.core.wait_depth import Go, ShortQueue, WaitDepth
 
 FILL_CANDIDATES = 8  # long requests looked at for one pass
 PASSES_BETWEEN = 3  # that aged requests lead, while the shares of tenants count
+TRIAGED = 256  # long requests with a target in reach that are looked at for who is set aside
 LOOKED_FURTHER = 8  # shorts beyond those of one grouping, as some may lack room for KV
 
 
@@ -60,6 +62,7 @@ class LengthAwarePolicy:
         self._group_candidates = settings.group_requests_max + LOOKED_FURTHER
         self._since_led: dict[str, int] = {}  # instance -> its passes since one that an aged request led
         self._depth_bounds: dict[str, int] = {}  # by instance
+        self._aside: set[Tracked] = set()  # of the plan that is made
         self._awd: WaitDepth | None = None  # made for the first instance: D needs its knee
 
     # --- the queue ---
@@ -148,7 +151,8 @@ class LengthAwarePolicy:
             until_s = min(again_s, self._placement.next_s())
             return Wait(until_s, Reason.WAITING_FOR_INSTANCE, alike=True)
         placed_before = self._placement.placed_total
-        maker = self.pass_maker(self._settings, self._lanes, self._load, instance, now_s)
+        self._aside = self._set_aside(instance, now_s)
+        maker = self.pass_maker(self._settings, self._lanes, self._load, instance, now_s, self._aside)
         aged = self._aged_may_lead(instance, now_s) and maker.lead(self._aged(instance, now_s))
         shorts, longs = self._candidates(instance, now_s, maker.items)
         group = maker.short_group(shorts)
@@ -242,10 +246,26 @@ class LengthAwarePolicy:
             view: Iterable[Tracked] = queue.only_for(instance.instance_id)
         elif serves(instance, lane):
             view = queue.in_order(now_s, instance.instance_id)
+            if lane is Lane.LONG and self._aside:
+                head = list(islice(view, TRIAGED))
+                head.sort(key=lambda t: t in self._aside if queue.is_feasible(t) else 2)
+                view = chain(head, view)
         else:
             view = chain(queue.only_for(instance.instance_id), self._spill.taken(instance, lane, now_s))
         looked_at = list(islice(view, count))  # the queue changes while we look
         return [t for t in looked_at if not self._placement.waits_elsewhere(t, instance, now_s)]
+
+    def _set_aside(self, instance: Instance, now_s: float) -> set[Tracked]:
+        shorts, longs = self._lanes[Lane.SHORT], self._lanes[Lane.LONG]
+        if longs.by_share(now_s):
+            return set()
+        token_s = shorts.tokens / max(1, len(shorts)) / instance.tokens_per_s
+        return set_aside(
+            islice(longs.feasible(instance.instance_id), TRIAGED),
+            lambda target_s: token_s * shorts.due_before(target_s),
+            self._load.instances,
+            now_s,
+        )
 
     def _parts_here(self, instance: Instance) -> list[Tracked]:
         """Waiting requests that hold KV here, in order of arrival."""

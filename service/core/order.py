@@ -144,6 +144,14 @@ class LaneQueue:
             return False
         return bool(self._hopeless) or now_s - self._missed_s <= DANGER_S
 
+    def feasible(self, place: str) -> Iterable[Tracked]:
+        """Those for `place` or any instance whose target is in reach, by priority and then target."""
+        return self._by_target(place)[0]
+
+    def due_before(self, target_s: float) -> int:
+        """How many that any instance may take have an earlier target, of those with the usual priority."""
+        return int(self._rows[None].feasible.bisect_key_left((0, target_s, 0)))
+
     def least_ahead(self, some: list[Tracked], now_s: float) -> list[Tracked]:
         """Those of `some` whose tenants are the least ahead of their share; all while shares don't count."""
         if self._share is None or not some or not self.by_share(now_s):

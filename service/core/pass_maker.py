@@ -15,7 +15,7 @@ now, over 1 - load, since whoever comes before the queue is empty waits for it t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from engines.profiles import Profiles
 from engines.types import Layout, Padding
@@ -44,8 +44,10 @@ class PassMaker:
         load: Load,
         instance: Instance,
         now_s: float,
+        aside: Collection[Tracked] = (),
     ) -> None:
         self._settings = settings
+        self._aside = aside
         self._lanes = lanes
         self._load = load
         self._instance = instance
@@ -175,6 +177,8 @@ class PassMaker:
                 items.append(PlanItem(tracked, chunk, history))
                 row.append(chunk, history, part=chunk < new_tokens)
                 tokens += chunk
+                if chunk == new_tokens and self.is_feasible(tracked):
+                    fill.end_within(max(row.cost(0, len(row)), self.slack_s(items[-1:])))
 
     def slack_s(self, group: list[PlanItem]) -> float:
         """Seconds until the tightest target in reach is due, hand-back time taken off; inf without one."""
@@ -182,7 +186,8 @@ class PassMaker:
         return min(targets, default=math.inf) - self._now_s - self._settings.safety_s
 
     def is_feasible(self, tracked: Tracked) -> bool:
-        return self._lanes[tracked.lane].is_feasible(tracked)
+        """Whether its target counts: it is in reach, and the request is not set aside."""
+        return self._lanes[tracked.lane].is_feasible(tracked) and tracked not in self._aside
 
     def _size_within_targets(self, group: list[PlanItem], cost: Cost) -> int:
         """How many from the front stay: less while the pass would miss a target that a smaller one meets."""

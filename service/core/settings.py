@@ -58,7 +58,7 @@ class SchedulerSettings:
     group_requests_max: int = 24  # requests that one grouping decision looks at
     long_chunk_s_max: float = 0.15  # a pass with long tokens blocks arriving shorts at most this long
     spill_chunk_s_max: float = 0.05  # the same for long tokens on an instance that prefers shorts
-    partial_requests_max: int = 4  # long requests that hold KV between chunks, per instance
+    partial_requests_max: int = 8  # long requests that hold KV between chunks, per instance
     age_bound_s: float = 5.0  # a request without progress this long leads a pass, oldest first
     budget_tokens: int = 2048  # token-budget policies (fcfs): tokens of one pass, SGLang's order of size
 

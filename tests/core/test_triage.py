@@ -1,0 +1,66 @@
+"""Laws of who is set aside in the long lane: the fewest are late, and nobody while all can be in time."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from helpers import tracked
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.core.tracked import Tracked
+from service.core.triage import set_aside
+from service.core.types import Lane
+
+WORK_S = st.sampled_from([0.05, 0.1, 0.2, 0.4, 0.8])
+TARGET_S = st.floats(0.05, 2.0)
+
+
+def lane(rows: list[tuple[float, float]]) -> list[Tracked]:
+    """Long requests of (work, target), by target."""
+    made = [
+        tracked(f"r{seq}", 1000, seq=seq, lane=Lane.LONG, target_s=target_s, service_s=work_s)
+        for seq, (work_s, target_s) in enumerate(rows)
+    ]
+    return sorted(made, key=lambda each: (each.target_s, each.seq))
+
+
+def in_time(row: list[Tracked]) -> bool:
+    """Whether one instance serves all of `row`, in its order, in time."""
+    ahead_s = 0.0
+    for each in row:
+        ahead_s += each.service_s
+        if ahead_s > each.target_s:
+            return False
+    return True
+
+
+@given(rows=st.lists(st.tuples(WORK_S, TARGET_S), max_size=8))
+@settings(max_examples=60)
+def test_no_choice_leaves_fewer_late(rows: list[tuple[float, float]]) -> None:
+    row = lane(rows)
+    aside = set_aside(row, lambda _: 0.0, 1, 0.0)
+    kept = [each for each in row if each not in aside]
+    assert in_time(kept)
+    assert not any(in_time(list(more)) for more in combinations(row, len(kept) + 1))
+
+
+@given(rows=st.lists(st.tuples(WORK_S, TARGET_S), max_size=8), instances=st.integers(1, 4))
+def test_more_instances_set_no_more_aside(rows: list[tuple[float, float]], instances: int) -> None:
+    row = lane(rows)
+    few, many = (set_aside(row, lambda _: 0.0, n, 0.0) for n in (instances, instances + 1))
+    assert len(many) <= len(few)
+
+
+def test_shorts_count_as_far_as_their_targets_are_earlier() -> None:
+    row = lane([(0.4, 0.5), (0.4, 1.0)])
+    assert set_aside(row, lambda _: 0.0, 1, 0.0) == set()
+    late = set_aside(row, lambda target_s: 0.3 if target_s > 0.7 else 0.0, 1, 0.0)
+    assert len(late) == 1
+
+
+def test_what_was_begun_counts_with_what_is_left() -> None:
+    row = lane([(0.4, 0.5), (0.8, 0.9)])
+    assert set_aside(row, lambda _: 0.0, 1, 0.0) == {row[1]}
+    row[1].position = 500
+    assert set_aside(row, lambda _: 0.0, 1, 0.0) == set()
