@@ -10,15 +10,14 @@ waited goes the way of the long ones, and a long one whose prefix is cached here
 With several instances a request may wait for one where it would finish sooner (`placement`), and an instance
 with a role takes the other lane only where that is predicted to pay (`spill`).
 
-Ageing: a request that waited past the bound leads the pass whatever its lane, oldest first; each leads once
-until it has waited as long again. While shorts wait an aged request leads every other pass only, so that an
-overload of long ones leaves the shorts their half. So with d the longest pass and its turn of decode, and n
-requests that have waited longer, it starts within age_bound + 2 (n + 1) d where there is room for its KV.
-While the shares of tenants count (`order`) it is every fourth pass, within age_bound + 4 (n + 1) d: else the
-flood of one tenant would take half of all once it has aged. Long prompts of tenants that are ahead of others
-then join a pass only if none of the others' can run.
-Where there is none, or too many prompts are in parts, no newcomer overtakes it and the parts lead instead,
-so that they make room.
+Ageing: a request that waited past the bound leads a pass whatever its lane, oldest first; each leads once
+until it has waited as long again. After one that is predicted to take c seconds none leads on that instance
+for c / `aged_share`, unless nobody else can run, so that an overload of those who are late already can not
+make the others late too. Meanwhile newcomers leave the oldest its room. Where it has none, the prompts in
+parts lead instead, so that they make room. So with d the longest pass and its turn of decode, and n passes of
+those who have waited longer, it starts within age_bound + (1 + 1 / aged_share) (n + 1) d.
+While the shares of tenants count (`order`), long prompts of tenants that are ahead of others join a pass only
+if none of the others' can run.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from service.core.types import DispatchNumbers, Lane, Reason
 from service.core.wait_depth import Go, ShortQueue, WaitDepth
 
 FILL_CANDIDATES = 8  # long requests looked at for one pass
-PASSES_BETWEEN = 3  # that aged requests lead, while the shares of tenants count
 TRIAGED = 256  # long requests with a target in reach that are looked at for who is set aside
 LOOKED_FURTHER = 8  # shorts beyond those of one grouping, as some may lack room for KV
 
@@ -60,7 +58,7 @@ class LengthAwarePolicy:
         self._load = Load(self.pools, settings.rate_memory_s)
         self._spill = Spill(settings, self._lanes, self.pools, self._load)
         self._group_candidates = settings.group_requests_max + LOOKED_FURTHER
-        self._since_led: dict[str, int] = {}  # instance -> its passes since one that an aged request led
+        self._aged_again_s: dict[str, float] = {}  # instance -> when the next aged request may lead
         self._depth_bounds: dict[str, int] = {}  # by instance
         self._aside: set[Tracked] = set()  # of the plan that is made
         self._awd: WaitDepth | None = None  # made for the first instance: D needs its knee
@@ -76,7 +74,7 @@ class LengthAwarePolicy:
     def instance_down(self, instance: Instance, now_s: float) -> None:
         self.pools.remove(instance)
         self._placement.instance_down(instance)
-        self._since_led.pop(instance.instance_id, None)
+        self._aged_again_s.pop(instance.instance_id, None)
         self._depth_bounds.pop(instance.instance_id, None)
 
     def repriced(self, instance: Instance) -> None:
@@ -123,8 +121,8 @@ class LengthAwarePolicy:
         instance_id = plan.items[0].tracked.instance_id
         assert instance_id is not None, "the requests of a plan are bound when it is carried out"
         self.pools.dispatched()
-        led = plan.reason is Reason.AGED
-        self._since_led[instance_id] = 0 if led else self._since_led.get(instance_id, PASSES_BETWEEN) + 1
+        if plan.reason is Reason.AGED:
+            self._aged_again_s[instance_id] = now_s + plan.predicted_s / self._settings.aged_share
         self._placement.pass_over(instance_id)
         if any(queue.counts_shares for queue in self._lanes.values()):
             self._count_shares(plan)
@@ -153,7 +151,9 @@ class LengthAwarePolicy:
         placed_before = self._placement.placed_total
         self._aside = self._set_aside(instance, now_s)
         maker = self.pass_maker(self._settings, self._lanes, self._load, instance, now_s, self._aside)
-        aged = self._aged_may_lead(instance, now_s) and maker.lead(self._aged(instance, now_s))
+        old = self._aged(instance, now_s)
+        maker.gate.keep_room(old)
+        aged = now_s >= self._aged_again_s.get(instance.instance_id, now_s) and self._lead(maker, old)
         shorts, longs = self._candidates(instance, now_s, maker.items)
         group = maker.short_group(shorts)
         if aged:
@@ -169,20 +169,17 @@ class LengthAwarePolicy:
         self._complete(maker, group, shorts, first)
         if not maker.items and len(first) < len(longs):
             self._complete(maker, group, shorts, longs)
+        if not maker.items and self._lead(maker, old):  # nobody else can run
+            reason = Reason.AGED
         if maker.items:
             return self._finish(instance, maker.items, reason, now_s)
         if maker.gate.refused_any:
             return self._of_all_alike(Wait(math.inf, Reason.WAITING_FOR_KV), placed_before, now_s)
         return self._of_all_alike(self._nothing_here(instance, now_s), placed_before, now_s)
 
-    def _aged_may_lead(self, instance: Instance, now_s: float) -> bool:
-        """Whether enough passes went by since one was led."""
-        passed = self._since_led.get(instance.instance_id, PASSES_BETWEEN)
-        if passed >= PASSES_BETWEEN:
-            return True
-        if any(queue.by_share(now_s) for queue in self._lanes.values()):
-            return False
-        return passed > 0 or not self._lanes[Lane.SHORT].waits_for(instance.instance_id)
+    def _lead(self, maker: PassMaker, old: list[Tracked]) -> bool:
+        """Let one of `old` lead; where the oldest has no room those in parts, since their end makes room."""
+        return bool(old) and maker.lead(chain(old[:1], self._parts_here(maker.instance), old[1:]))
 
     def _of_all_alike(self, wait: Wait, placed_before: int, now_s: float) -> Wait:
         """The answer of one instance, for its group where what is cached or who has led plays no part."""
@@ -211,15 +208,13 @@ class LengthAwarePolicy:
     def _is_waited_for(self, instance_id: str) -> bool:
         return any(queue.is_for(instance_id) for queue in self._lanes.values())
 
-    def _aged(self, instance: Instance, now_s: float) -> Iterable[Tracked]:
-        """Who may lead: the request that has waited longest past the ageing bound. Where it has no room,
-        those in parts here: their end makes room."""
+    def _aged(self, instance: Instance, now_s: float) -> list[Tracked]:
+        """The first of those who have waited past the ageing bound, oldest first."""
         place = instance.instance_id
         if not any(queue.has_aged(now_s, place) for queue in self._lanes.values()):
-            return ()
+            return []
         aged = [t for q in self._lanes.values() for t in islice(q.aged(now_s, place), FILL_CANDIDATES)]
-        aged.sort(key=lambda t: (t.waiting_since_s, t.seq))
-        return chain(aged[:1], self._parts_here(instance), aged[1:])
+        return sorted(aged, key=lambda t: (t.waiting_since_s, t.seq))
 
     def _candidates(
         self, instance: Instance, now_s: float, lead: list[PlanItem]

@@ -1,15 +1,14 @@
 """The order of one lane.
 
 Requests that can still meet their target come first, by priority and then deadline; the hopeless after them,
-by priority and then least remaining work, since among those only the mean counts. Ageing over all: whoever
-waited past the bound leads, oldest first, so that no order can starve anybody.
+by priority and then least remaining work, since among those only the mean counts. That order may starve
+somebody: `aged` yields those who waited past the bound, oldest first, and the policy lets them lead.
 
 While requests of several tenants wait and targets are missed (somebody waits whose target is out of reach, or
 it came out of reach within `DANGER_S`), tenants that are ahead of their share (`fair_share`) go behind those
-that are not: among the feasible and among the hopeless, within a priority, by level and then as ever. Whoever
-waited past the bound then leads only if nobody of a lower level waits with a target in reach; else it is the
-first of its level. So the flood of one tenant is late for itself, and nothing changes while all are in time.
-Such a look is at all that waits in the lane, O(n log n), where it is else at the first few.
+that are not: among the feasible and among the hopeless, within a priority, by level and then as ever. So the
+flood of one tenant is late for itself, and nothing changes while all are in time. Such a look is at all that
+waits in the lane, O(n log n), where it is else at the first few.
 
 A lane has one row for those that any instance may take, and one for each instance that some of them are for:
 because their KV lives there, or because they wait for it (`placement`). An instance sees its own row merged
@@ -174,35 +173,20 @@ class LaneQueue:
     def in_order(self, now_s: float, place: str | None = None) -> Iterator[Tracked]:
         """Those for `place` or any instance in service order; demote first."""
         if self.by_share(now_s):
-            return self._in_shares(now_s, place)
-        rest = chain(*self._by_target(place))
-        return self._aged_first(rest, now_s, place) if self.has_aged(now_s, place) else rest
+            return self._in_shares(place)
+        return chain(*self._by_target(place))
 
-    def _aged_first(self, rest: Iterator[Tracked], now_s: float, place: str | None) -> Iterator[Tracked]:
-        led: set[str] = set()
-        for tracked in self.aged(now_s, place):
-            led.add(tracked.request_id)
-            yield tracked
-        for tracked in rest:
-            if tracked.request_id not in led:
-                yield tracked
-
-    def _in_shares(self, now_s: float, place: str | None) -> Iterator[Tracked]:
+    def _in_shares(self, place: str | None) -> Iterator[Tracked]:
         """The order while shares count; see the module text."""
         assert self._share is not None
-        aged = list(self.aged(now_s, place))
-        led = set(aged)
-        feasible, hopeless = ([t for t in part if t not in led] for part in self._by_target(place))
-        tenants = {tracked.request.tenant for tracked in chain(aged, feasible, hopeless)}
+        feasible, hopeless = map(list, self._by_target(place))
+        tenants = {tracked.request.tenant for tracked in chain(feasible, hopeless)}
         level = {tenant: self._share.level(tenant) for tenant in tenants}
-        least = min((level[t.request.tenant] for t in chain(aged, feasible)), default=0)
-        leading = [tracked for tracked in aged if level[tracked.request.tenant] == least]
-        behind = [tracked for tracked in aged if level[tracked.request.tenant] > least]
 
         def rank(tracked: Tracked) -> tuple[int, int]:
             return -tracked.request.priority, level[tracked.request.tenant]
 
-        return chain(leading, sorted(behind + feasible, key=rank), sorted(hopeless, key=rank))
+        return chain(sorted(feasible, key=rank), sorted(hopeless, key=rank))
 
     def _by_target(self, place: str | None) -> tuple[Iterable[Tracked], Iterable[Tracked]]:
         """The feasible and the hopeless."""

@@ -50,7 +50,7 @@ class PassMaker:
         self._aside = aside
         self._lanes = lanes
         self._load = load
-        self._instance = instance
+        self.instance = instance
         self._now_s = now_s
         self._pricer = instance.pricer
         self._waiting_share: float | None = None  # worked out when it is asked for
@@ -63,9 +63,9 @@ class PassMaker:
 
     def lead(self, candidates: Iterable[Tracked]) -> bool:
         """Open the pass with one chunk of the first that can run here."""
-        fill = LongFill(self._instance, self.limit_s)
+        fill = LongFill(self.instance, self.limit_s)
         for tracked in candidates:
-            new_tokens, history = size = self._instance.item_of(tracked)
+            new_tokens, history = size = self.instance.item_of(tracked)
             chunk = fill.alone(size)
             if (
                 chunk
@@ -78,7 +78,7 @@ class PassMaker:
 
     def short_group(self, candidates: list[Tracked]) -> list[PlanItem]:
         """Those of the short lane that should join what is in the pass."""
-        instance, lead = self._instance, self.items
+        instance, lead = self.instance, self.items
         found: list[PlanItem] = []
         requests_max = instance.requests_max - len(lead)
         looked_at_max = min(self._settings.group_requests_max, requests_max)
@@ -121,7 +121,7 @@ class PassMaker:
                 left += item.new_tokens
                 if self.is_feasible(item.tracked):
                     next_s = min(next_s, item.tracked.target_s)
-            front_s, speed = row.cost(0, size), self._instance.tokens_per_s * self._load.instances
+            front_s, speed = row.cost(0, size), self.instance.tokens_per_s * self._load.instances
             limit_s = pass_s_max(front_s, next_s, left, speed, self._now_s, self._settings)
             limit_s = min(self.limit_s, limit_s, self.slack_s(group[:size]))
             if limit_s - front_s > best_room_s:
@@ -131,15 +131,15 @@ class PassMaker:
     def due_of(self, longs: Iterable[Tracked], group: list[PlanItem]) -> set[Tracked]:
         """The long requests that are due beside `group`."""
         front_s = self._pricer.pass_s([item.size for item in group])
-        load = self._load.of(Lane.SHORT, self._instance, self._now_s)
+        load = self._load.of(Lane.SHORT, self.instance, self._now_s)
         return due_requests(longs, self.is_feasible, front_s, load, self._now_s, self._settings.safety_s)
 
     def alone(self, tracked: Tracked, group: list[PlanItem], limit_s: float) -> bool:
         """Give a due request the pass, where it can't join the group and the group can wait that long."""
-        size = self._instance.item_of(tracked)
+        size = self.instance.item_of(tracked)
         row, tokens = self._pricer.row([i.size for i in group]), sum(i.new_tokens for i in group)
         left_s = limit_s - row.cost(0, len(group))
-        fill = LongFill(self._instance, left_s)
+        fill = LongFill(self.instance, left_s)
         chunk = fill.alone(size)
         if self.items or not chunk or fill.most(row, tokens, size, limit_s):
             return False
@@ -154,7 +154,7 @@ class PassMaker:
         """Add long tokens where they are due or it pays; the first chunk of all to an empty pass."""
         if not longs:
             return
-        instance, items = self._instance, self.items
+        instance, items = self.instance, self.items
         row = self._pricer.row([i.size for i in items], parts=sum(i.is_part for i in items))
         tokens, fill = sum(i.new_tokens for i in items), LongFill(instance, limit_s)
         visiting = not serves(instance, Lane.LONG)
@@ -212,7 +212,7 @@ class PassMaker:
         return waiting * self._waiting_share
 
     def _share_of_waiting(self) -> float:
-        load = sum(self._load.of(lane, self._instance, self._now_s) for lane in Lane)
+        load = sum(self._load.of(lane, self.instance, self._now_s) for lane in Lane)
         return 1.0 / self._load.instances / (1.0 - min(LOAD_MAX, load))
 
 

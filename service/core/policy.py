@@ -8,7 +8,7 @@ predicted times and the same admission and decode rules, so that a comparison co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -171,7 +171,7 @@ class KvGate:
     """Which requests of one plan may start: KV for newcomers, with bounded overtaking.
 
     A newcomer that does not fit is passed over and smaller ones may go ahead, until it has waited past the
-    ageing bound: from then on no newcomer overtakes it.
+    ageing bound: from then on no newcomer overtakes it. A policy may keep room for one that is not asked yet.
     """
 
     def __init__(self, instance: Instance, settings: SchedulerSettings, now_s: float) -> None:
@@ -180,10 +180,16 @@ class KvGate:
         self._now_s = now_s
         self._pending_blocks = 0
         self._closed = False
+        self._kept: Tracked | None = None
         self._partials = len(instance.partial)
         if instance.running is not None:
             self._partials += instance.running.partials_begun
         self.refused_any = False
+
+    def keep_room(self, waiting: Iterable[Tracked]) -> None:
+        """Other newcomers leave the first one of `waiting` its blocks, and if it is long a place in parts."""
+        new = (tracked for tracked in waiting if tracked.instance_id is None)
+        self._kept = next(filter(self._instance.may_take, new), None)
 
     def admits(self, tracked: Tracked, *, whole: bool = True) -> bool:
         """Whether `tracked` may be in a pass here now; counts its blocks as taken if so.
@@ -193,14 +199,22 @@ class KvGate:
         instance = self._instance
         if tracked.instance_id is not None or not instance.may_take(tracked):
             return tracked.instance_id == instance.instance_id
-        if self._closed or (not whole and self._partials >= self._settings.partial_requests_max):
+        kept = self._kept
+        if tracked is kept:
+            kept = None
+        elif self._closed:
             return False
-        if not instance.kv.fits(tracked.kv_tokens_max, self._pending_blocks):
+        places = self._settings.partial_requests_max - (kept is not None and kept.lane is Lane.LONG)
+        if not whole and self._partials >= places:
+            return False
+        kept_blocks = instance.kv.blocks_for(kept.kv_tokens_max) if kept is not None else 0
+        if not instance.kv.fits(tracked.kv_tokens_max, self._pending_blocks + kept_blocks):
             self.refused_any = True
             self._closed = self._now_s - tracked.waiting_since_s >= self._settings.age_bound_s
             return False
         self._pending_blocks += instance.kv.blocks_for(tracked.kv_tokens_max)
         self._partials += not whole
+        self._kept = kept
         return True
 
 

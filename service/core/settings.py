@@ -60,6 +60,7 @@ class SchedulerSettings:
     spill_chunk_s_max: float = 0.05  # the same for long tokens on an instance that prefers shorts
     partial_requests_max: int = 8  # long requests that hold KV between chunks, per instance
     age_bound_s: float = 5.0  # a request without progress this long leads a pass, oldest first
+    aged_share: float = 0.1  # of engine time, for those who lead for their age while others wait
     budget_tokens: int = 2048  # token-budget policies (fcfs): tokens of one pass, SGLang's order of size
 
     # tenants
@@ -94,7 +95,7 @@ class SchedulerSettings:
         positive = {"ttft_target_short_s", "group_requests_max", "long_chunk_s_max", "age_bound_s"}
         positive |= {"spill_chunk_s_max", "rate_memory_s"}
         positive |= {"budget_tokens", "itl_bound_s", "queue_requests_max", "queue_tokens_max"}
-        positive |= {"queue_age_s_max", "partial_requests_max"}
+        positive |= {"aged_share", "queue_age_s_max", "partial_requests_max"}
         positive |= {"outlier_passes_min", "outlier_eject_s", "hang_s_min"}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -110,6 +111,8 @@ class SchedulerSettings:
         for name in ("decode_share_min", "queue_short_share", "outlier_share_max"):
             if getattr(self, name) >= 1.0:
                 raise ValueError(f"{name} must be below 1, got {getattr(self, name)}")
+        if self.aged_share > 1.0:
+            raise ValueError(f"aged_share must be at most 1, got {self.aged_share}")
         if self.cost_correction_max < 1.0:
             raise ValueError(f"cost_correction_max must be at least 1, got {self.cost_correction_max}")
         for name in ("outlier_ratio", "hang_ratio"):

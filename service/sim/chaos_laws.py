@@ -49,8 +49,9 @@ class Laws:
 
     def _check_waits(self, front: ChaosFront) -> None:
         """While an instance is up and does not drain, a waiting request starts within
-        age_bound + 2 (n + 1) d, d being the longest pass and n the passes of all who were live when it came;
-        from the last time that instances came, went or stood still.
+        age_bound + (1 + 1 / share) (n + 1) d, from the last time that instances came, went or stood still: d
+        being the longest pass, n the passes of all who were live when it came, and share what the aged get of
+        the engine (`aged_share`; 1 for the peers).
 
         The bound of docs/scheduling.md counts one pass for each request before it, where there is room for
         KV. Here room is scarce, and the peers run a prompt to its end, so all passes of each are counted.
@@ -64,7 +65,9 @@ class Laws:
                 ahead = front.passes_ahead[tracked.request_id]
                 behind_all = self._schedule.policy == "laps_slides" or tracked.failures > 0
                 passes = front.passes_so_far if behind_all else ahead
-                bound_s = scheduler.settings.age_bound_s + 2 * (passes + 1) * max(front.pass_s_max, 0.1)
+                share = scheduler.settings.aged_share if self._schedule.policy == "plaserve" else 1.0
+                turns_s = (1 + 1 / share) * (passes + 1) * max(front.pass_s_max, 0.1)
+                bound_s = scheduler.settings.age_bound_s + turns_s
                 waited_s = now_s - max(tracked.waiting_since_s, front.disturbed_s)
                 self.wait_ratio_max = max(self.wait_ratio_max, waited_s / bound_s)
                 assert waited_s <= bound_s, (

@@ -15,8 +15,8 @@ PLACES = (None, "a", "b")
 
 
 class OrderMachine(RuleBasedStateMachine):
-    """A lane is the naive order: aged by age, then feasible by (priority, target), then hopeless by work.
-    Each instance sees its own row and the common one in that order, and nothing of the others."""
+    """A lane is the naive order: feasible by (priority, target), then hopeless by work; those past the bound
+    also by age. Each instance sees its own row and the common one, and nothing of the others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,13 +122,11 @@ class OrderMachine(RuleBasedStateMachine):
         return sorted(old, key=lambda t: (t.waiting_since_s, t.seq))
 
     def expected(self, seen: list[Tracked]) -> list[Tracked]:
-        aged = self.aged(seen)
-        rest = [t for t in seen if t not in aged]
-        feasible = [t for t in rest if t.request_id not in self.hopeless]
-        hopeless = [t for t in rest if t.request_id in self.hopeless]
+        feasible = [t for t in seen if t.request_id not in self.hopeless]
+        hopeless = [t for t in seen if t.request_id in self.hopeless]
         feasible.sort(key=lambda t: (-t.request.priority, t.target_s, t.seq))
         hopeless.sort(key=lambda t: (-t.request.priority, t.remaining, t.seq))
-        return aged + feasible + hopeless
+        return feasible + hopeless
 
 
 OrderMachine.TestCase.settings = settings(max_examples=60, deadline=None)
