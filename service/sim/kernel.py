@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 from engines.base import PassError
 from engines.simulated import SimulatedModel
@@ -73,6 +74,7 @@ def run(
     keep_log: bool = True,
     keep_records: bool = True,
     sample_s: float | None = None,
+    hand_overs: HandOverSide | None = None,
 ) -> SimResult:
     """Drive a fresh `scheduler` until nothing is left to happen, or to `until_s`.
 
@@ -87,6 +89,7 @@ def run(
     observer: hears of every request that ends, and may stop the run.
     keep_log, keep_records: False for long runs; without records only live requests take memory.
     sample_s: period of `SimResult.samples`; None: no samples.
+    hand_overs: takes the KV of prompts to the decode side; requests then end with their first token.
     Raises RuntimeError when the core polls without end at one instant; ValueError for an id that comes
     twice, arrivals out of order, and an instance that is back before the link said that it was down.
     """
@@ -109,6 +112,9 @@ def run(
     if sample_s is not None:
         front.samples = Samples()
         agenda.every(sample_s, front.sample)
+    if hand_overs is not None:
+        front.hand_overs = hand_overs
+        hand_overs.begin(agenda, scheduler, front.freed)
     front.run(until_s)
     return front.result()
 
@@ -127,12 +133,25 @@ def _from_source(source: Source) -> Iterator[Planned]:
         yield arrival.request.arrival_s, arrival.request, arrival.lane
 
 
+class HandOverSide(Protocol):
+    """Hears what becomes of the KV of prompts (`hand_over`)."""
+
+    def begin(self, agenda: Agenda, scheduler: PrefillScheduler, freed: Callable[[], None]) -> None: ...
+
+    def computed(self, instance_id: str, request: Request, position: int, *, whole: bool) -> None: ...
+
+    def ended(self, request_id: str) -> None: ...
+
+    def lost(self, instance_id: str) -> None: ...
+
+
 class Front:
     """Drives the core, and keeps the records of what clients would see."""
 
     cluster: Cluster
     source: Source | None = None
     samples: Samples | None = None
+    hand_overs: HandOverSide | None = None
 
     def __init__(
         self, scheduler: PrefillScheduler, keep_log: bool, keep_records: bool, observer: Observer | None
@@ -226,6 +245,10 @@ class Front:
         if record is not None and record.outcome is None:
             self.emit(Cancel(request_id))
 
+    def freed(self) -> None:
+        """Blocks of an instance are free without an event of the core."""
+        self._heard = True
+
     # --- commands out ---
 
     def _dispatch(self, command: Dispatch) -> None:
@@ -242,6 +265,8 @@ class Front:
 
     def _reject(self, command: Reject) -> None:
         self._end(command.request_id, command.outcome, command.reason)
+        if self.hand_overs is not None:
+            self.hand_overs.ended(command.request_id)
 
     def _wait_until(self, command: WaitUntil) -> None:
         self._wake_s = command.time_s
@@ -286,6 +311,8 @@ class Front:
         self.emit(InstanceUp(process.instance.spec))
 
     def down(self, process: Process, error: str) -> None:
+        if self.hand_overs is not None:
+            self.hand_overs.lost(process.instance_id)
         self.emit(InstanceDown(process.instance_id, error))
 
     def started(self, process: Process, pass_: Pass, start_s: float) -> None:
@@ -303,6 +330,7 @@ class Front:
 
     def finished(self, process: Process, result: PassResult, kv_events: tuple[KvEvent, ...]) -> None:
         complete: list[str] = []
+        prompts: list[tuple[Request, int, bool]] = []  # of whom, how far, whether whole
         for item in result.items:
             record = self._records.get(item.request_id)
             if record is None or record.outcome is not None or item.error is not None:
@@ -312,6 +340,7 @@ class Front:
             if item.position <= record.request.prompt_tokens:  # decode may ride in a prefill pass
                 record.new_tokens += item.computed
                 record.history_tokens += item.reused
+                prompts.append((record.request, item.position, item.token is not None))
             if item.token is not None:
                 self._token(record, self.agenda.now_s)
             if item.finish is not None:
@@ -319,6 +348,9 @@ class Front:
         self.emit(PassFinished(process.instance_id, result))
         for request_id in complete:
             self._end(request_id, Outcome.COMPLETED)
+        if self.hand_overs is not None:
+            for request, position, whole in prompts:
+                self.hand_overs.computed(process.instance_id, request, position, whole=whole)
         self._kv_changed(process, kv_events)
 
     def failed(

@@ -13,6 +13,7 @@ from service.core.reconcile import Controller
 from service.core.settings import SchedulerSettings
 from service.core.types import InstanceSpec, Lane, Request, Role
 from service.sim.cluster import SimInstance
+from service.sim.hand_over import HandOvers
 from service.sim.kernel import run
 from service.sim.lab_policies import make_controller, make_scheduler
 from service.sim.result import SimRecord, SimResult
@@ -46,6 +47,7 @@ def play(
     settings: SchedulerSettings = UNBOUNDED,
     controller: Controller | None = None,
     static: bool = False,
+    hand_overs: HandOvers | None = None,
 ) -> SimResult:
     """Run `policy` in the scene, under its own controller unless one is given or the roles are `static`."""
     capabilities, profiles, cost = scene.setting
@@ -73,6 +75,7 @@ def play(
         controller=controller,
         keep_log=False,
         sample_s=scene.sample_s,
+        hand_overs=hand_overs,
     )
 
 
