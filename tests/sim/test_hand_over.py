@@ -15,6 +15,8 @@ from service.core.handover import HandoverDeadlines
 from service.core.kv_link import LinkSettings, peak_bytes_per_s
 from service.core.types import InstanceSpec, Outcome, Request
 from service.sim.cluster import SimInstance
+from service.sim.exhibits import kv_burst, kv_pacing
+from service.sim.exhibits.exhibit import from_json, to_json
 from service.sim.exhibits.runs import UNBOUNDED, Scene, play
 from service.sim.hand_over import HandOvers, HandOverSettings
 from service.sim.kernel import run
@@ -132,3 +134,39 @@ def test_a_request_that_decodes_here_is_not_handed_over() -> None:
         handed(HandOverSettings(NIC, KV_BYTES), workload=replace(MIX, output_tokens=4))
     with pytest.raises(ValueError, match="bytes_per_token"):
         HandOverSettings(NIC, 0)
+
+
+def test_rates_over_windows_hold_all_that_was_carried() -> None:
+    _, found = handed(HandOverSettings(NIC, KV_BYTES))
+    for link in found.links:
+        for over_s in (0.01, 0.3):
+            rates = kv_pacing.window_rates(link, over_s, link.busy[-1][1])
+            assert rates.sum() * over_s == pytest.approx(link.bytes_carried)
+            assert rates.max() <= peak_bytes_per_s(link, over_s) * (1.0 + 1e-6)
+
+
+def test_the_trade_off_is_drawn_and_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less budget, less peak and more delay; the same twice."""
+    monkeypatch.setattr(kv_pacing, "REQUESTS", 150)
+    monkeypatch.setattr(kv_pacing, "SEEDS", (1,))
+    monkeypatch.setattr(kv_pacing, "BUDGETS", (1.0, 0.5, 0.25))
+    monkeypatch.setattr(kv_pacing, "OTHERS", ((kv_pacing.DRAWN, kv_pacing.SMALLEST, 0.5),))
+    exhibit = kv_pacing.kv_pacing()
+    assert exhibit == kv_pacing.kv_pacing()
+    assert from_json(to_json(exhibit)) == exhibit
+    assert len(exhibit.table.rows) == 3 * len(kv_pacing.WAYS) + 1
+    for series in exhibit.plots[0].series:
+        assert list(series.x) == sorted(series.x, reverse=True)
+        assert list(series.y) == sorted(series.y)
+
+
+def test_bursts_are_the_prompts_that_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_burst, "REQUESTS", 100)
+    monkeypatch.setattr(kv_burst, "SEEDS", (1,))
+    exhibit = kv_burst.kv_burst()
+    assert exhibit == kv_burst.kv_burst()
+    assert all(len(row) == len(exhibit.table.columns) for row in exhibit.table.rows)
+    for row in exhibit.table.rows:
+        prompts, mean, p99, most = (float(cell or 0.0) for cell in row[2:6])
+        assert prompts >= 1.0
+        assert mean <= p99 <= most
