@@ -20,7 +20,7 @@ one request. The *knee* is the T from which tokens cost linearly: 90 % of the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 
@@ -91,6 +91,20 @@ class CostModel:
         else:
             busy = self._smooth_max(compute, memory)
         return self.launch_s + busy + self.part_s * parts
+
+    def sums_pricer(self) -> Callable[[int, float, int, int], float]:
+        """`sums_s` with the coefficients at hand: it takes half the time."""
+        if self.smooth_p != 2.0:
+            return self.sums_s
+        alpha, beta, weights_s, gamma_w = self.alpha, self.beta, self.weights_s, self.gamma_w
+        gamma_r, launch_s, part_s, sqrt = self.gamma_r, self.launch_s, self.part_s, math.sqrt
+
+        def sums_s(tokens: int, attention: float, history: int, parts: int = 0) -> float:
+            compute = alpha * attention + beta * tokens
+            memory = weights_s + gamma_w * tokens + gamma_r * history
+            return launch_s + sqrt(compute * compute + memory * memory) + part_s * parts
+
+        return sums_s
 
     def _smooth_max(self, compute: float, memory: float) -> float:
         low, high = (compute, memory) if compute < memory else (memory, compute)

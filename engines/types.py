@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Layout(StrEnum):
@@ -96,8 +97,7 @@ class EngineRequest:
     retain: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PassItem:
+class PassItem(NamedTuple):
     """One request's part of a pass.
 
     prefill: `history` prompt tokens are expected to have KV already; at most `new_tokens` more are computed.

@@ -20,14 +20,14 @@ class Dispatcher:
         self._next_pass_id = 1
 
     def prefill(self, instance: Instance, plan: PassPlan, start_s: float, *, staged: bool) -> None:
-        for item in plan.items:
-            tracked = item.tracked
+        state = RequestState.STAGED if staged else RequestState.PREFILLING
+        for tracked, _, _ in plan.items:
             self._policy.remove(tracked)
             instance.kv.reserve(tracked.request_id, tracked.kv_tokens_max)
             tracked.instance_id = instance.instance_id
-            tracked.move(RequestState.STAGED if staged else RequestState.PREFILLING)
+            tracked.move(state)
         self._policy.dispatched(plan, start_s)
-        items = tuple(PassItem(i.tracked.request_id, i.new_tokens, i.history) for i in plan.items)
+        items = tuple(PassItem(tracked.request_id, new, history) for tracked, new, history in plan.items)
         pass_ = self._pass(PassKind.PREFILL, items, plan.layer_block, plan.layer_blocks)
         flight = InFlight(pass_, plan.reason, plan.predicted_s)
         flight.partials_begun = sum(i.begins_partial for i in plan.items)

@@ -21,9 +21,13 @@ class KvBudget:
     def holds(self, request_id: str) -> bool:
         return request_id in self._held
 
+    @property
+    def blocks_free(self) -> int:
+        return self.blocks_total - self.blocks_reserved
+
     def fits(self, tokens: int, blocks_pending: int = 0) -> bool:
         """Whether `tokens` more can be promised, beside `blocks_pending` about to be."""
-        return self.blocks_reserved + blocks_pending + self.blocks_for(tokens) <= self.blocks_total
+        return self.blocks_for(tokens) + blocks_pending <= self.blocks_free
 
     def reserve(self, request_id: str, tokens: int) -> None:
         """Promise blocks, unless the request holds some already. Raises ValueError beyond the total."""

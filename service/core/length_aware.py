@@ -60,7 +60,8 @@ class LengthAwarePolicy:
         self._group_candidates = settings.group_requests_max + LOOKED_FURTHER
         self._aged_again_s: dict[str, float] = {}  # instance -> when the next aged request may lead
         self._depth_bounds: dict[str, int] = {}  # by instance
-        self._aside: set[Tracked] = set()  # of the plan that is made
+        self._triaged: list[Tracked] = []  # the long requests that the plan which is made has looked at
+        self._aside: set[Tracked] = set()  # those of them that are set aside
         self._awd: WaitDepth | None = None  # made for the first instance: D needs its knee
 
     # --- the queue ---
@@ -95,9 +96,10 @@ class LengthAwarePolicy:
                 self._awd.arrived(tracked.remaining, now_s)
 
     def remove(self, tracked: Tracked) -> None:
-        self._lanes[tracked.lane].remove(tracked)
+        queue = self._lanes[tracked.lane]
+        queue.remove(tracked)
         self._placement.removed(tracked)
-        if self._awd is not None and not self._lanes[Lane.SHORT]:
+        if tracked.lane is Lane.SHORT and not queue and self._awd is not None:
             self._awd.emptied()
 
     def late(self, now_s: float) -> list[Tracked]:
@@ -149,7 +151,7 @@ class LengthAwarePolicy:
             until_s = min(again_s, self._placement.next_s())
             return Wait(until_s, Reason.WAITING_FOR_INSTANCE, alike=True)
         placed_before = self._placement.placed_total
-        self._aside = self._set_aside(instance, now_s)
+        self._triage(instance, now_s)
         maker = self.pass_maker(self._settings, self._lanes, self._load, instance, now_s, self._aside)
         old = self._aged(instance, now_s)
         maker.gate.keep_room(old)
@@ -159,7 +161,7 @@ class LengthAwarePolicy:
         if aged:
             reason = Reason.AGED
         elif group:
-            decision = self._hold_or_go(instance, group, maker.slack_s(group), now_s, long_waits=bool(longs))
+            decision = self._hold_or_go(maker, group, now_s, long_waits=bool(longs))
             if isinstance(decision, Wait):
                 return self._of_all_alike(decision, placed_before, now_s)
             reason = decision
@@ -241,22 +243,25 @@ class LengthAwarePolicy:
             view: Iterable[Tracked] = queue.only_for(instance.instance_id)
         elif serves(instance, lane):
             view = queue.in_order(now_s, instance.instance_id)
-            if lane is Lane.LONG and self._aside:
-                head = list(islice(view, TRIAGED))
-                head.sort(key=lambda t: t in self._aside if queue.is_feasible(t) else 2)
-                view = chain(head, view)
+            if lane is Lane.LONG and self._aside:  # these go behind the others whose target counts
+                kept = (t for t in self._triaged if t not in self._aside)
+                aside = (t for t in self._triaged if t in self._aside)
+                view = chain(kept, aside, islice(view, len(self._triaged), None))
         else:
             view = chain(queue.only_for(instance.instance_id), self._spill.taken(instance, lane, now_s))
         looked_at = list(islice(view, count))  # the queue changes while we look
         return [t for t in looked_at if not self._placement.waits_elsewhere(t, instance, now_s)]
 
-    def _set_aside(self, instance: Instance, now_s: float) -> set[Tracked]:
+    def _triage(self, instance: Instance, now_s: float) -> None:
+        """See who is set aside."""
         shorts, longs = self._lanes[Lane.SHORT], self._lanes[Lane.LONG]
         if longs.by_share(now_s):
-            return set()
+            self._triaged, self._aside = [], set()
+            return
         token_s = shorts.tokens / max(1, len(shorts)) / instance.tokens_per_s
-        return set_aside(
-            islice(longs.feasible(instance.instance_id), TRIAGED),
+        self._triaged = list(islice(longs.feasible(instance.instance_id), TRIAGED))
+        self._aside = set_aside(
+            self._triaged,
             lambda target_s: token_s * shorts.due_before(target_s),
             self._load.instances,
             now_s,
@@ -275,18 +280,19 @@ class LengthAwarePolicy:
         return new_tokens <= short_tokens_max(instance, history, self._settings)
 
     def _hold_or_go(
-        self, instance: Instance, group: list[PlanItem], slack_s: float, now_s: float, *, long_waits: bool
+        self, maker: PassMaker, group: list[PlanItem], now_s: float, *, long_waits: bool
     ) -> Reason | Wait:
-        awd, queue, pricer = self._awd, self._lanes[Lane.SHORT], instance.pricer
+        instance, awd, queue = maker.instance, self._awd, self._lanes[Lane.SHORT]
         assert awd is not None
         if long_waits or instance.decode.running:
             return Reason.NO_GAIN  # the instance would not be idle while it waits
+        pricer = instance.pricer
         pass_s = pricer.pass_s([item.size for item in group])
         state = ShortQueue(
             requests=len(queue),
             tokens=queue.tokens,
             head_wait_s=queue.oldest_wait_s(now_s, instance.instance_id),
-            slack_s_min=slack_s - pass_s,
+            slack_s_min=maker.slack_s(group) - pass_s,
             pass_s=pass_s,
         )
         decision = awd.decide(state, now_s, lambda tokens: pricer.pass_s(((tokens, 0),)))

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -45,6 +46,40 @@ def _age_key(tracked: Tracked) -> tuple[float, int]:
     return tracked.waiting_since_s, tracked.seq
 
 
+class _ByAge:
+    """Those of a row, who has waited longest first. Nearly all join in that order: they are a plain queue."""
+
+    __slots__ = ("_queue", "_rejoined")
+
+    def __init__(self) -> None:
+        self._queue: OrderedDict[tuple[float, int], Tracked] = OrderedDict()
+        self._rejoined: SortedDict = SortedDict()  # when somebody younger had joined
+
+    def __bool__(self) -> bool:
+        return bool(self._queue or self._rejoined)
+
+    def __iter__(self) -> Iterator[Tracked]:
+        if not self._rejoined:
+            return iter(self._queue.values())
+        return heapq.merge(self._queue.values(), self._rejoined.values(), key=_age_key)
+
+    def add(self, tracked: Tracked) -> None:
+        key = _age_key(tracked)
+        in_order = not self._queue or next(reversed(self._queue)) < key
+        (self._queue if in_order else self._rejoined)[key] = tracked
+
+    def remove(self, tracked: Tracked) -> None:
+        key = _age_key(tracked)
+        if self._queue.pop(key, None) is None:
+            del self._rejoined[key]
+
+    @property
+    def since_s(self) -> float:
+        """Since when the first has waited; inf where nobody does."""
+        first_s = next(iter(self._queue))[0] if self._queue else math.inf
+        return min(first_s, self._rejoined.peekitem(0)[0][0]) if self._rejoined else first_s
+
+
 class _Row:
     """Those of a lane that are for one instance, or for any."""
 
@@ -53,7 +88,18 @@ class _Row:
     def __init__(self) -> None:
         self.feasible: SortedKeyList = SortedKeyList(key=_feasible_key)
         self.hopeless: SortedKeyList = SortedKeyList(key=_hopeless_key)
-        self.by_age: SortedDict = SortedDict()  # (waiting_since_s, seq) -> request
+        self.by_age = _ByAge()
+
+
+def _merged(many: SortedKeyList, few: SortedKeyList) -> Iterator[Tracked]:
+    """Both in one order; looks for the place of each of the few, where a merge would look at all."""
+    begin = 0
+    for tracked in few:
+        end = many.bisect_left(tracked)
+        yield from many.islice(begin, end)
+        yield tracked
+        begin = end
+    yield from many.islice(begin)
 
 
 class LaneQueue:
@@ -85,7 +131,7 @@ class LaneQueue:
         if row is None:
             row = self._rows[place] = _Row()
         row.feasible.add(tracked)
-        row.by_age[_age_key(tracked)] = tracked
+        row.by_age.add(tracked)
         self._row_of[tracked.request_id] = place
         if math.isfinite(tracked.target_s):
             self._watch(tracked)
@@ -117,7 +163,7 @@ class LaneQueue:
         if row is None:
             row = self._rows[place] = _Row()
         (row.hopeless if tracked.request_id in self._hopeless else row.feasible).add(tracked)
-        row.by_age[_age_key(tracked)] = tracked
+        row.by_age.add(tracked)
         self._row_of[tracked.request_id] = place
 
     def demote(self, now_s: float) -> list[Tracked]:
@@ -160,10 +206,7 @@ class LaneQueue:
 
     def has_aged(self, now_s: float, place: str | None = None) -> bool:
         """Whether `aged` yields anybody."""
-        return any(
-            row.by_age and now_s - row.by_age.keys()[0][0] >= self._age_bound_s
-            for row in self._seen_from(place)
-        )
+        return now_s - self._since_s(place) >= self._age_bound_s
 
     def aged(self, now_s: float, place: str | None = None) -> Iterator[Tracked]:
         """Those for `place` or any instance that waited past the bound, oldest first."""
@@ -190,21 +233,18 @@ class LaneQueue:
 
     def _by_target(self, place: str | None) -> tuple[Iterable[Tracked], Iterable[Tracked]]:
         """The feasible and the hopeless."""
-        rows = self._seen_from(place)
-        if len(rows) == 1:
-            return rows[0].feasible, rows[0].hopeless
-        return (
-            heapq.merge(*(row.feasible for row in rows), key=_feasible_key),
-            heapq.merge(*(row.hopeless for row in rows), key=_hopeless_key),
-        )
+        common, own = self._rows[None], self._rows.get(place)
+        if own is None or place is None:
+            return common.feasible, common.hopeless
+        return _merged(common.feasible, own.feasible), _merged(common.hopeless, own.hopeless)
 
     def everyone(self) -> Iterator[Tracked]:
-        return chain.from_iterable(row.by_age.values() for row in self._rows.values())
+        return chain.from_iterable(row.by_age for row in self._rows.values())
 
     def only_for(self, place: str) -> Iterator[Tracked]:
         """Those that wait for this instance, oldest first."""
         row = self._rows.get(place)
-        return iter(row.by_age.values()) if row is not None else iter(())
+        return iter(row.by_age) if row is not None else iter(())
 
     def is_for(self, place: str) -> bool:
         """Whether anybody waits for this instance only."""
@@ -227,16 +267,21 @@ class LaneQueue:
 
     def oldest_wait_s(self, now_s: float, place: str | None = None) -> float:
         """How long the longest waiter for `place` or any instance has waited; 0 when there is none."""
-        heads = (row.by_age.peekitem(0)[0][0] for row in self._seen_from(place) if row.by_age)
-        return now_s - min(heads, default=now_s)
+        since_s = self._since_s(place)
+        return now_s - since_s if since_s < math.inf else 0.0
+
+    def _since_s(self, place: str | None) -> float:
+        """Since when the longest waiter for `place` or any instance has waited; inf when there is none."""
+        since_s, own = self._rows[None].by_age.since_s, self._rows.get(place)
+        return since_s if own is None else min(since_s, own.by_age.since_s)
 
     def _seen_from(self, place: str | None) -> list[_Row]:
         own = self._rows.get(place) if place is not None else None
         return [self._rows[None]] if own is None else [self._rows[None], own]
 
     def _aged(self, row: _Row, now_s: float) -> Iterator[Tracked]:
-        for (since_s, _), tracked in row.by_age.items():
-            if now_s - since_s < self._age_bound_s:
+        for tracked in row.by_age:
+            if now_s - tracked.waiting_since_s < self._age_bound_s:
                 return
             yield tracked
 
@@ -244,7 +289,7 @@ class LaneQueue:
         place = self._row_of.pop(tracked.request_id)
         row = self._rows[place]
         (row.hopeless if tracked.request_id in self._hopeless else row.feasible).remove(tracked)
-        del row.by_age[_age_key(tracked)]
+        row.by_age.remove(tracked)
         if place is not None and not row.by_age:
             del self._rows[place]
 

@@ -187,7 +187,7 @@ class PassMaker:
 
     def is_feasible(self, tracked: Tracked) -> bool:
         """Whether its target counts: it is in reach, and the request is not set aside."""
-        return self._lanes[tracked.lane].is_feasible(tracked) and tracked not in self._aside
+        return tracked not in self._aside and self._lanes[tracked.lane].is_feasible(tracked)
 
     def _size_within_targets(self, group: list[PlanItem], cost: Cost) -> int:
         """How many from the front stay: less while the pass would miss a target that a smaller one meets."""

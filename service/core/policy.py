@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from engines.cost_model import CostModel
 from engines.types import Chunking, DecodeMode, Pass
@@ -181,6 +181,7 @@ class KvGate:
         self._pending_blocks = 0
         self._closed = False
         self._kept: Tracked | None = None
+        self._kept_blocks = 0
         self._partials = len(instance.partial)
         if instance.running is not None:
             self._partials += instance.running.partials_begun
@@ -190,6 +191,8 @@ class KvGate:
         """Other newcomers leave the first one of `waiting` its blocks, and if it is long a place in parts."""
         new = (tracked for tracked in waiting if tracked.instance_id is None)
         self._kept = next(filter(self._instance.may_take, new), None)
+        kept = self._kept
+        self._kept_blocks = self._instance.kv.blocks_for(kept.kv_tokens_max) if kept is not None else 0
 
     def admits(self, tracked: Tracked, *, whole: bool = True) -> bool:
         """Whether `tracked` may be in a pass here now; counts its blocks as taken if so.
@@ -199,27 +202,27 @@ class KvGate:
         instance = self._instance
         if tracked.instance_id is not None or not instance.may_take(tracked):
             return tracked.instance_id == instance.instance_id
-        kept = self._kept
+        kept, kept_blocks = self._kept, self._kept_blocks
         if tracked is kept:
-            kept = None
+            kept, kept_blocks = None, 0
         elif self._closed:
             return False
-        places = self._settings.partial_requests_max - (kept is not None and kept.lane is Lane.LONG)
-        if not whole and self._partials >= places:
-            return False
-        kept_blocks = instance.kv.blocks_for(kept.kv_tokens_max) if kept is not None else 0
-        if not instance.kv.fits(tracked.kv_tokens_max, self._pending_blocks + kept_blocks):
+        if not whole:
+            places = self._settings.partial_requests_max - (kept is not None and kept.lane is Lane.LONG)
+            if self._partials >= places:
+                return False
+        blocks = instance.kv.blocks_for(tracked.kv_tokens_max)
+        if blocks + self._pending_blocks + kept_blocks > instance.kv.blocks_free:
             self.refused_any = True
             self._closed = self._now_s - tracked.waiting_since_s >= self._settings.age_bound_s
             return False
-        self._pending_blocks += instance.kv.blocks_for(tracked.kv_tokens_max)
+        self._pending_blocks += blocks
         self._partials += not whole
-        self._kept = kept
+        self._kept, self._kept_blocks = kept, kept_blocks
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class PlanItem:
+class PlanItem(NamedTuple):
     tracked: Tracked
     new_tokens: int
     history: int

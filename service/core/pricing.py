@@ -49,6 +49,7 @@ class Pricer:
         self._riders = (0, 0, 0)  # T, A, R of what rides in every pass
         self._packed = profiles.layout is Layout.PACKED
         self._tokens_max = profiles.t_classes[-1] if self._packed else 0
+        self._request_tokens_max = profiles.request_tokens_max
         self._unpadded = self._packed and profiles.padding is Padding.NOTHING and not profiles.h_classes
         grid = {length for length, _ in profiles.cells}
         self.chunk_edges = tuple(sorted(grid)) if profiles.padding is Padding.CELL else profiles.t_classes
@@ -57,7 +58,8 @@ class Pricer:
     def believe(self, cost: CostModel, knee_tokens: int) -> None:
         """Price by `cost` from here on; `knee_tokens` is its knee. Rows made before keep their prices."""
         self.cost = cost
-        self.knee_tokens = min(knee_tokens, self.profiles.request_tokens_max)
+        self._cost_s = cost.sums_pricer()
+        self.knee_tokens = min(knee_tokens, self._request_tokens_max)
         self._kept_s.clear()
         self._best_edges.clear()
 
@@ -84,16 +86,16 @@ class Pricer:
                 return math.inf
             if self._riders[0]:
                 more, pairs, past = self._riders
-                return self.cost.sums_s(tokens + more, attention + pairs, history + past, parts)
-            return self.cost.sums_s(tokens, attention, history, parts)
+                return self._cost_s(tokens + more, attention + pairs, history + past, parts)
+            return self._cost_s(tokens, attention, history, parts)
         sums = self.profiles.packed_sums(tokens, attention, history)
-        return math.inf if sums is None else self.cost.sums_s(*sums, parts)
+        return math.inf if sums is None else self._cost_s(*sums, parts)
 
     def sums(self) -> tuple[Callable[[int, int, int, int], float], int]:
         """(`sums_s` as it is while the same requests ride, the largest T for it): the way around what need
         not be asked for each price of a row."""
         if self._unpadded and not self._riders[0]:
-            return self.cost.sums_s, self._tokens_max
+            return self._cost_s, self._tokens_max
         return self.sums_s, sys.maxsize
 
     def ride(self, histories: Collection[int]) -> None:
@@ -117,7 +119,7 @@ class Pricer:
 
     def request_s(self, new_tokens: int, history: int) -> float:
         """Seconds for one request alone, in chunks of the largest profile where it needs several."""
-        total_s, tokens_max = 0.0, self.profiles.request_tokens_max
+        total_s, tokens_max = 0.0, self._request_tokens_max
         while new_tokens > tokens_max:
             total_s += self.pass_s(((tokens_max, history),), parts=1)
             new_tokens -= tokens_max

@@ -12,6 +12,7 @@ each plan asks anew, and what was begun has less work left than it had.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 
@@ -21,20 +22,35 @@ from service.core.tracked import Tracked
 def set_aside(
     by_target: Iterable[Tracked], shorts_s: Callable[[float], float], instances: int, now_s: float
 ) -> set[Tracked]:
-    """Those of `by_target`, requests with a target in rising order, that are not to be served in time.
+    """Those of `by_target`, requests by priority and then target, that are not to be served in time.
 
-    shorts_s: seconds of one instance that shorts with a target before the given time ask for.
+    shorts_s: seconds of one instance that shorts with a target before the given time ask for; it never falls
+        as the target rises.
     """
     aside: set[Tracked] = set()
     kept: list[tuple[float, int, Tracked]] = []  # heap, most work first
-    work_s = 0.0
+    fresh: list[tuple[float, int, Tracked]] = []  # to be put on it
+    work_s, all_s = 0.0, shorts_s(math.inf)
+    before_s, asked_s = 0.0, -math.inf  # `shorts_s` of a target that is no later: it is asked seldom
     for tracked in by_target:
-        own_s = tracked.service_s * tracked.remaining / tracked.request.prompt_tokens
+        target_s, own_s = tracked.target_s, tracked.service_s
+        if tracked.position:
+            own_s *= tracked.remaining / tracked.request.prompt_tokens
         work_s += own_s
-        heappush(kept, (-own_s, tracked.seq, tracked))
-        before_s = shorts_s(tracked.target_s)
-        while kept and now_s + (work_s + before_s) / instances > tracked.target_s:
-            minus_s, _, most = heappop(kept)
-            work_s += minus_s
-            aside.add(most)
+        fresh.append((-own_s, tracked.seq, tracked))
+        if target_s < asked_s:  # a lower priority begins
+            before_s, asked_s = 0.0, -math.inf
+        while now_s + (work_s + all_s) / instances > target_s:
+            if now_s + (work_s + before_s) / instances > target_s:
+                while fresh:
+                    heappush(kept, fresh.pop())
+                if not kept:
+                    break
+                minus_s, _, most = heappop(kept)
+                work_s += minus_s
+                aside.add(most)
+            elif asked_s < target_s:
+                before_s, asked_s = shorts_s(target_s), target_s
+            else:
+                break
     return aside
