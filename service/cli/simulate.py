@@ -12,11 +12,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from service.cli.failures import fail
 from service.cli.simulate_view import answers_json, render, write_plots, write_rows
+from service.core.kv_link import LinkSettings
 from service.sim.case import Case
+from service.sim.hand_over import HandOverSettings, kv_bytes
 from service.sim.perfetto import write_trace
 from service.sim.run_length import Load
 from service.sim.traces import MissingTrace
 from service.sim.whatif import Answer, ask, metric_for, question, rate_for, workload_of
+
+BUDGET_RATIO = LinkSettings(1.0).budget_ratio
 
 
 def simulate(
@@ -60,6 +64,11 @@ def simulate(
     ] = 1,
     prompt_tokens_max: Annotated[int | None, typer.Option(help="Leave longer prompts out.")] = None,
     link_ms: Annotated[float, typer.Option(help="Delay between front end and workers, each way.")] = 0.0,
+    kv_gbit: Annotated[
+        float | None,
+        typer.Option(help="Hand KV to a decode side over a link of so many Gbit/s for each instance."),
+    ] = None,
+    kv_budget: Annotated[float, typer.Option(help="Share of that link that pulls may take.")] = BUDGET_RATIO,
     seed: Annotated[int, typer.Option(help="Decides everything that is drawn.")] = 1,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     rows_path: Annotated[
@@ -98,7 +107,9 @@ def simulate(
         )
         known = Load(case, metric_for(seconds), seed)
         rate_per_s = rate_for(case, known, rate_per_s=rate, rate_scale=rate_scale, load_ratio=load)
-        answers = _answers(case, policies, rate_per_s, known, keep_log=perfetto is not None)
+        hand_over = hand_over_of(cost_model, kv_gbit, kv_budget)
+        log_of = policies[-1] if perfetto is not None else None
+        answers = _answers(case, policies, rate_per_s, known, log_of, hand_over)
     except (ValueError, MissingTrace) as error:
         fail(error)
     console.print(render(case, answers, rate_per_s, known.capacity_per_s))
@@ -109,14 +120,22 @@ def simulate(
 
 
 def _answers(
-    case: Case, policies: list[str], rate_per_s: float | None, known: Load, *, keep_log: bool
+    case: Case,
+    policies: list[str],
+    rate_per_s: float | None,
+    known: Load,
+    log_of: str | None,
+    hand_over: HandOverSettings | None,
 ) -> list[Answer]:
-    """One run a policy, with progress; `keep_log`: of the last one."""
+    """One run a policy, with progress."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("simulating", total=len(policies))
-        log_of = policies[-1] if keep_log else None
-        return ask(case, policies, rate_per_s, known, lambda _: progress.advance(task), log_of=log_of)
+
+        def done(_: str) -> None:
+            progress.advance(task)
+
+        return ask(case, policies, rate_per_s, known, done, log_of=log_of, hand_over=hand_over)
 
 
 def _write(answers: list[Answer], rows_path: Path | None, plot: Path | None, perfetto: Path | None) -> None:
@@ -131,6 +150,17 @@ def _write(answers: list[Answer], rows_path: Path | None, plot: Path | None, per
 def policy_names(text: str) -> list[str]:
     """With commas between them, or with ';' where one has knobs, whose commas are its own."""
     return [name.strip() for name in text.split(";" if ";" in text or ":" in text else ",")]
+
+
+def hand_over_of(model: str, gbit: float | None, budget_ratio: float) -> HandOverSettings | None:
+    """Raises ValueError for a link that can't be and a model of unknown shape."""
+    if gbit is None:
+        return None
+    try:
+        link = LinkSettings(gbit * 1e9 / 8.0, budget_ratio)
+    except ValueError as error:
+        raise ValueError(f"--kv-gbit {gbit:g}, --kv-budget {budget_ratio:g}: {error}") from None
+    return HandOverSettings(link, kv_bytes(model))
 
 
 def targets_of(text: str) -> tuple[float, float, float]:

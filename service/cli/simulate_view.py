@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def render(
         _lane_rows(table, [a.figures for a in answers], lane)
     for name, values in _common_rows([a.figures for a in answers]):
         table.add_row(name, *values)
+    for name, values in _hand_over_rows(answers):
+        table.add_row(name, *values)
     return Group(Text(title), table, Text(_note(case), style="dim"))
 
 
@@ -77,6 +80,20 @@ def _common_rows(figures: Sequence[PointFigures]) -> list[tuple[str, list[str]]]
     return rows
 
 
+def _hand_over_rows(answers: Sequence[Answer]) -> list[tuple[str, list[str]]]:
+    figures = [a.hand_over for a in answers if a.hand_over is not None]
+    if not figures:
+        return []
+    return [
+        ("KV handed over", [f"{f.handed_over:,}" for f in figures]),
+        ("first token to decode", [_ms(f.delay_s_mean) for f in figures]),
+        ("p99 of that", [_ms(f.delay_s_p99) for f in figures]),
+        ("KV peak over 100 ms", [f"{f.peak_bytes_per_s / 1e9:.2f} GB/s" for f in figures]),
+        ("KV held at most", [f"{f.held_bytes_max / 1e9:.2f} GB" for f in figures]),
+        ("hand-overs expired", [f"{f.expired:,}" for f in figures]),
+    ]
+
+
 def _note(case: Case) -> str:
     short_s, factor, offset_s = case.short_target_s, case.long_target_factor, case.long_target_offset_s
     return (
@@ -95,7 +112,12 @@ def answers_json(case: Case, answers: Sequence[Answer]) -> dict[str, Any]:
         "kind": "simulated",
         "case": _CASE.dump_python(case, mode="json"),
         "answers": [
-            {"policy": a.policy, "figures": _FIGURES.dump_python(a.figures, mode="json")} for a in answers
+            {
+                "policy": a.policy,
+                "figures": _FIGURES.dump_python(a.figures, mode="json"),
+                **({} if a.hand_over is None else {"hand_over": asdict(a.hand_over)}),
+            }
+            for a in answers
         ],
     }
 

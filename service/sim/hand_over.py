@@ -9,11 +9,14 @@ of pulls may go to one), and the round trip from an offer to the first byte.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 
+from engines.models import load_model
 from service.core.handover import HandoverDeadlines, HandoverTable
-from service.core.kv_link import KvLink, LinkSettings
+from service.core.kv_link import KvLink, LinkSettings, peak_bytes_per_s
 from service.core.scheduler import PrefillScheduler
 from service.core.types import Request
 from service.sim.agenda import Agenda
@@ -37,6 +40,14 @@ class HandOverSettings:
             raise ValueError(f"bytes_per_token must be at least 1, got {self.bytes_per_token}")
 
 
+def kv_bytes(model: str) -> int:
+    """KV bytes a token, from the model's shape. Raises ValueError where that is not known."""
+    shape = load_model(model).shape
+    if shape is None:
+        raise ValueError(f"{model}: its shape must be known, for the KV bytes of a token")
+    return shape.kv_bytes_per_token
+
+
 @dataclass(frozen=True, slots=True)
 class HandedOver:
     """Seconds: first token, and when decode could begin."""
@@ -49,6 +60,20 @@ class HandedOver:
     @property
     def delay_s(self) -> float:
         return self.decode_s - self.first_token_s
+
+
+@dataclass(frozen=True, slots=True)
+class HandOverFigures:
+    """Of a run. delay: from first token to decode, seconds, None where nothing was handed over. peak: of the
+    busiest link over 100 ms. held_bytes_max: of prompts with a first token, all instances together."""
+
+    handed_over: int
+    delay_s_mean: float | None
+    delay_s_p99: float | None
+    peak_bytes_per_s: float
+    held_bytes_max: int
+    expired: int
+    failed: int
 
 
 @dataclass(slots=True)
@@ -96,13 +121,28 @@ class HandOvers:
     def links(self) -> tuple[KvLink, ...]:
         return tuple(line.link for line in self._lines)
 
+    def figures(self) -> HandOverFigures:
+        delays_s = sorted(each.delay_s for each in self.done)
+        return HandOverFigures(
+            handed_over=len(delays_s),
+            delay_s_mean=fmean(delays_s) if delays_s else None,
+            delay_s_p99=delays_s[math.ceil(0.99 * len(delays_s)) - 1] if delays_s else None,
+            peak_bytes_per_s=max((peak_bytes_per_s(link, 0.1) for link in self.links), default=0.0),
+            held_bytes_max=self.held_bytes_max,
+            expired=self.expired,
+            failed=self.failed,
+        )
+
     def computed(self, instance_id: str, request: Request, position: int, *, whole: bool) -> None:
         """The KV of `position` tokens of a prompt exists now; whole: with them all and the first token.
 
         Raises ValueError for a request that is to decode here.
         """
         if request.max_new_tokens > 1:
-            raise ValueError(f"{request.request_id}: what is handed over ends with its first token here")
+            raise ValueError(
+                f"{request.request_id} asks for {request.max_new_tokens} tokens: with a hand-over a request "
+                "ends with its first one, and the rest is decoded elsewhere"
+            )
         now_s, place = self._agenda.now_s, self._place(instance_id)
         if self._at.get(request.request_id, place) is not place:
             self.ended(request.request_id)  # it began on another instance and lost its KV there

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from service.core.reconcile import Controller
 from service.core.types import Lane
 from service.sim.case import Case
-from service.sim.kernel import run
+from service.sim.kernel import HandOverSide, run
 from service.sim.lab_policies import make_controller, make_scheduler
 from service.sim.metric import MetricSettings, PointFigures, met, point_figures, unscored_point
 from service.sim.result import SimRecord, SimResult
@@ -57,10 +57,12 @@ def run_with_records(
     static: bool = False,
     controller: Controller | None = None,
     keep_log: bool = False,
+    hand_overs: HandOverSide | None = None,
 ) -> tuple[PointFigures, SimResult | None]:
     """The same, with the run itself, for plots; None where nothing could be scored and so nothing was run.
 
-    controller: a fresh one instead of the policy's own. sample_s, keep_log: of the kernel.
+    controller: a fresh one instead of the policy's own. sample_s, keep_log, hand_overs: of the
+    kernel.
     """
     load = load or Load(case, metric, seed)
     above = rate_per_s is not None and rate_per_s > load.rate_max_per_s * (1.0 + 1e-9)
@@ -83,6 +85,7 @@ def run_with_records(
         observer=watch,
         keep_log=keep_log,
         sample_s=sample_s,
+        hand_overs=hand_overs,
     )
     figures = point_figures(
         result,

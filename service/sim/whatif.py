@@ -14,6 +14,7 @@ from service.core.types import Lane
 from service.sim.case import Case, Limits
 from service.sim.exhibits.exhibit import Plot, Series
 from service.sim.figures import MetricSettings, PointFigures
+from service.sim.hand_over import HandOverFigures, HandOvers, HandOverSettings
 from service.sim.lengths import TOKENS_MAX
 from service.sim.point import run_with_records
 from service.sim.result import SimResult
@@ -30,9 +31,12 @@ CURVE_POINTS = 200
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """hand_over: where the question was to hand KV over."""
+
     policy: str
     figures: PointFigures
     result: SimResult
+    hand_over: HandOverFigures | None = None
 
 
 def workload_of(
@@ -141,23 +145,34 @@ def ask(
     done: Callable[[str], None] = lambda policy: None,
     *,
     log_of: str | None = None,
+    hand_over: HandOverSettings | None = None,
 ) -> list[Answer]:
     """Run every policy on the same requests; the run of `log_of` keeps its log.
 
+    hand_over: KV goes to a decode side, and requests end with their first token.
     Raises ValueError for a rate far beyond capacity.
     """
     seed = case.seeds[0]
     answers = []
     for policy in policies:
+        hand_overs = None if hand_over is None else HandOvers(hand_over)
         figures, result = run_with_records(
-            case, policy, rate_per_s, seed, load.metric, load=load, keep_log=policy == log_of
+            case,
+            policy,
+            rate_per_s,
+            seed,
+            load.metric,
+            load=load,
+            keep_log=policy == log_of,
+            hand_overs=hand_overs,
         )
         if result is None:
             raise ValueError(
                 f"{rate_per_s:.4g} requests/s is above {load.rate_max_per_s:.4g}, more than these instances "
                 "can do by any policy; add instances or lower the rate"
             )
-        answers.append(Answer(policy, figures, result))
+        handed = None if hand_overs is None else hand_overs.figures()
+        answers.append(Answer(policy, figures, result, handed))
         done(policy)
     return answers
 

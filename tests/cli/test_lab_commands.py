@@ -39,6 +39,23 @@ def test_simulate_is_the_same_twice(tmp_path: Path) -> None:
     assert one.read_bytes() == two.read_bytes()
 
 
+def test_simulate_hands_kv_over_where_it_is_given_a_link(tmp_path: Path) -> None:
+    """A link four times as slow is later for decode and the same for the first token."""
+    found = {}
+    for gbit in ("100", "400"):
+        path = tmp_path / f"{gbit}.json"
+        result = plaserve(
+            "simulate", "--policy", "plaserve", "--seconds", "3", "--kv-gbit", gbit, "--json", str(path)
+        )
+        assert result.exit_code == 0, result.output
+        assert "first token to decode" in result.output
+        (found[gbit],) = json.loads(path.read_text())["answers"]
+    slow, fast = found["100"], found["400"]
+    assert slow["figures"] == fast["figures"]
+    assert slow["hand_over"]["handed_over"] > 0
+    assert slow["hand_over"]["delay_s_mean"] > 2.0 * fast["hand_over"]["delay_s_mean"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -47,6 +64,9 @@ def test_simulate_is_the_same_twice(tmp_path: Path) -> None:
         (("simulate", "--slo", "1,2"), "--slo"),
         (("simulate", "--cost-model", "gpt-9"), "gpt-9"),
         (("simulate", "--rate", "1e6"), "more than these instances"),
+        (("simulate", "--kv-gbit", "0"), "--kv-gbit"),
+        (("simulate", "--kv-gbit", "100", "--kv-budget", "2"), "--kv-budget"),
+        (("simulate", "--kv-gbit", "100", "--output-tokens", "4", "--seconds", "2"), "first one"),
         (("plan", "--level", "2"), "--level"),
         (("lab", "run", "nosuch"), "quick"),
         (("lab", "run", "smoke", "--case", "nosuch"), "nosuch"),

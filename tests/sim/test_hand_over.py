@@ -50,7 +50,8 @@ def test_every_prompt_is_handed_over_once_and_the_first_token_is_left_alone(
 ) -> None:
     """Bytes are those of the prompts, none faster than the link alone, and memory is not what binds here."""
     link = replace(NIC, budget_ratio=ratio, stretch=stretch)
-    result, found = handed(HandOverSettings(link, KV_BYTES, streamed, shared), policy, seed=seed)
+    how = HandOverSettings(link, KV_BYTES, streamed, shared, HandoverDeadlines(offered_s=1e3))
+    result, found = handed(how, policy, seed=seed)
     plain = play(Scene(MIX, PACKED, 2, rate_per_s=40.0, requests_max=150, seed=seed), policy)
     assert {k: r.first_token_s for k, r in result.records.items()} == {
         k: r.first_token_s for k, r in plain.records.items()
@@ -129,8 +130,50 @@ def test_a_process_that_dies_takes_its_kv_with_it() -> None:
     assert (len(found.done), found.failed) == (1, 2)
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    rate=st.sampled_from([300.0, 1000.0, 10_000.0]),
+    deadline_s=st.sampled_from([0.3, 2.0, 100.0]),
+    kill_s=st.floats(0.05, 4.0),
+    cancels=st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 19)), max_size=6),
+    streamed=st.booleans(),
+    shared=st.booleans(),
+)
+def test_each_ends_once_whatever_happens(
+    rate: float,
+    deadline_s: float,
+    kill_s: float,
+    cancels: list[tuple[float, int]],
+    streamed: bool,
+    shared: bool,
+) -> None:
+    """Two instances, one of which dies: who has a first token is handed over, expired or failed."""
+    capabilities, profiles, cost = PACKED
+    specs = [
+        InstanceSpec(f"i{n}", replace(capabilities, kv_blocks_total=400), profiles, cost) for n in (0, 1)
+    ]
+    instances = [SimInstance(specs[0], outages=((kill_s, kill_s + 0.5),)), SimInstance(specs[1])]
+    arrivals = [(0.1 * n, Request(f"r{n}", 200 + 150 * n, 1, 0.1 * n)) for n in range(20)]
+    how = HandOverSettings(
+        LinkSettings(rate * KV_BYTES, 1.0),
+        KV_BYTES,
+        streamed,
+        shared,
+        HandoverDeadlines(offered_s=deadline_s),
+    )
+    found, scheduler = HandOvers(how), make_scheduler("plaserve", UNBOUNDED)
+    gone = sorted((time_s, f"r{n}") for time_s, n in cancels)
+    result = run(scheduler, instances, arrivals, cancels=gone, hand_overs=found)
+    answered = [r for r in result.records.values() if r.outcome is Outcome.COMPLETED]
+    assert len(found.done) + found.expired + found.failed == len(answered)
+    assert len({each.request.request_id for each in found.done}) == len(found.done)
+    assert all(each.delay_s <= deadline_s + 1e-9 for each in found.done)
+    assert all(instance.kv.blocks_reserved == 0 for instance in scheduler.instances.values())
+    assert all(link.waiting_bytes == 0 and link.next_s is None for link in found.links)
+
+
 def test_a_request_that_decodes_here_is_not_handed_over() -> None:
-    with pytest.raises(ValueError, match="first token"):
+    with pytest.raises(ValueError, match="first one"):
         handed(HandOverSettings(NIC, KV_BYTES), workload=replace(MIX, output_tokens=4))
     with pytest.raises(ValueError, match="bytes_per_token"):
         HandOverSettings(NIC, 0)

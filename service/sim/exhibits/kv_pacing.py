@@ -18,7 +18,7 @@ from engines.simulated_settings import engine_setting
 from service.core.kv_link import KvLink, LinkSettings, peak_bytes_per_s
 from service.sim.exhibits.exhibit import Cell, Exhibit, Kind, Plot, Series, Table
 from service.sim.exhibits.runs import Scene, play
-from service.sim.hand_over import HandOvers, HandOverSettings
+from service.sim.hand_over import HandOvers, HandOverSettings, kv_bytes
 from service.sim.result import SimResult
 from service.sim.sources import WorkloadSpec, mean_tokens
 from service.sim.workload import REPORT_SHORT_TOKENS
@@ -158,14 +158,6 @@ def _run(place: Place, way: Way, budget: float, seed: int) -> tuple[SimResult, H
     link = LinkSettings(place.bytes_per_s * (INSTANCES if place.shared else 1), budget, way.stretch)
     hand_overs = HandOvers(HandOverSettings(link, kv_bytes(place.model), way.streamed, place.shared))
     return play(scene, "plaserve", hand_overs=hand_overs), hand_overs
-
-
-def kv_bytes(model: str) -> int:
-    """KV bytes a token. Raises ValueError for a model whose shape is not known."""
-    shape = load_model(model).shape
-    if shape is None:
-        raise ValueError(f"{model}: its shape must be known, for the KV bytes of a token")
-    return shape.kv_bytes_per_token
 
 
 def _mean(values: Iterator[float]) -> float:
