@@ -208,6 +208,8 @@ class Turns:
             step, rule = instance.decode.step(), instance.decode
             if step is None or not rule.must_step(step, plan.predicted_s, start_s, after_prefill=True):
                 self._dispatcher.prefill(instance, plan, start_s, staged=True)
+                self._pools.file(instance)
+                self._pools.new_turn()  # it is free later than who looked so far was told
         return None
 
     def _revoke_for(self, arrivals: Sequence[Tracked], now_s: float) -> None:
