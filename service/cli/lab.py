@@ -135,7 +135,7 @@ def page(
 ) -> None:
     """Make the lab's page: suites and exhibits, plots, one JSON; and the page of the controllers.
 
-    From nothing some 40 minutes on two idle cores: quick 25, ablation 3, exhibits 5, controllers with an hour
+    From nothing some 40 minutes on two idle cores: quick 25, ablation 3, exhibits 7, controllers with an hour
     of constant load 6. Suites and controllers go on where they were stopped.
     """
     if from_json is not None:
