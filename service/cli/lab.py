@@ -135,8 +135,8 @@ def page(
 ) -> None:
     """Make the lab's page: suites and exhibits, plots, one JSON; and the page of the controllers.
 
-    From nothing some 40 minutes on two idle cores: quick 25, ablation 3, exhibits 7, controllers with an hour
-    of constant load 6. Suites and controllers go on where they were stopped.
+    From nothing some 50 minutes on two idle cores: quick 25, ablation 3, exhibits 7, controllers with hours
+    of constant load 15. Suites and controllers go on where they were stopped.
     """
     if from_json is not None:
         data: dict[str, Any] = json.loads(from_json.read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from service.cli.failures import fail
 from service.cli.tables import rich_table
 from service.sim.cache import DEFAULT_DIRECTORY, Cache
-from service.sim.controllers.asked import asked_table, hour_table
+from service.sim.controllers.asked import asked_table, hour_table, mode_table
 from service.sim.controllers.compare import CompareSettings, Comparison, Step, compare
 from service.sim.controllers.report import read, reading, table, write
 from service.sim.exhibits.exhibit import Table
@@ -33,7 +33,11 @@ def controllers(
     seed: Annotated[list[int] | None, typer.Option(help="May be given again; 1, 2 and 3 by default.")] = None,
     goodput: Annotated[bool, typer.Option(help="Look for the goodput of every controller too.")] = False,
     hour: Annotated[
-        float | None, typer.Option(help="An hour of constant load too, at this share of the capacity.")
+        list[float] | None,
+        typer.Option(
+            help="An hour of constant load too, for each mix of the first case, at this share of its "
+            "capacity; may be given again."
+        ),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     cache: Annotated[
@@ -52,7 +56,7 @@ def controllers(
             found = read(from_json)
         else:
             settings = CompareSettings(
-                tuple(load or (0.5,)), tuple(seed or (1, 2, 3)), goodput=goodput, hour_load=hour
+                tuple(load or (0.5,)), tuple(seed or (1, 2, 3)), goodput=goodput, hour_loads=tuple(hour or ())
             )
             found = _run(suite, case or [], settings, workers, cache)
     except (ValueError, MissingTrace, ValidationError) as error:
@@ -63,6 +67,7 @@ def controllers(
     brief = Table(BRIEF, tuple(tuple(row[n] for n in numbers) for row in full.rows))
     console.print(rich_table(brief, "Controllers under one policy (simulated)"))
     console.print(rich_table(asked_table(found), "Asked for, and whether it holds"))
+    console.print(rich_table(mode_table(found), "One pool, two, or auto"))
     if found.hours:
         console.print(rich_table(hour_table(found), "An hour of constant load"))
     for line in reading(found):
@@ -72,9 +77,9 @@ def controllers(
 
 
 def for_page(workers: int, cache: Path) -> Comparison:
-    """What stands in docs/controllers.md: one seed, half of the capacity, and an hour of constant load."""
+    """What stands in docs/controllers.md: half of the capacity, and hours of constant load."""
     try:
-        return _run("drift", [], CompareSettings(seeds=(1,), hour_load=0.5), workers, cache)
+        return _run("drift", [], CompareSettings(hour_loads=(0.5, 0.7)), workers, cache)
     except (ValueError, MissingTrace) as error:
         fail(error)
 

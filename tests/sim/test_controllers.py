@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from service.core.reconcile import FleetView, InstanceLoad, MoveReason, RoleMove
 from service.core.types import Lane, Role
 from service.sim.cache import Cache
-from service.sim.controllers.arms import ARMS, HALVES, MIXED, OURS, ROUTER, FixedSplit, split_of
-from service.sim.controllers.asked import asked_table, hour_table, least_gain
+from service.sim.controllers.arms import ARMS, AUTO, HALVES, MIXED, OURS, ROUTER, FixedSplit, split_of
+from service.sim.controllers.asked import asked_table, hour_table, least_gain, mode_table
 from service.sim.controllers.compare import CompareSettings, Comparison, Scored, Step, compare
 from service.sim.controllers.report import page, read, reading, rows, spread, table, write
-from service.sim.controllers.runs import Hour
+from service.sim.controllers.runs import Hour, hour, still_cases
 from service.sim.controllers.scores import Path as RunPath
 from service.sim.controllers.scores import Recovery, RunScore, changes, overshoots, pressure_moves, recoveries
 from service.sim.figures import Window
@@ -201,12 +201,36 @@ def test_the_controller_is_judged_by_what_is_asked_for(
 ) -> None:
     """Against static pools only in lanes of which they miss a twentieth: the short lane is none here."""
     halves = made(HALVES, 4, 10)
-    hours = (Hour(OURS, 50.0, 0, 3, 0.01), Hour(ROUTER, 50.0, 1, 0, 0.0))
+    hours = (Hour(OURS, "90:10", 50.0, 0, 3, 0.01), Hour(ROUTER, "90:10", 50.0, 1, 0, 0.0))
     found = Comparison("small", SETTINGS, {"flip": 100.0}, (ours, halves, router), {}, hours)
     (row,) = asked_table(found).rows
     assert row[2:] == expected
     assert [line[-1] for line in hour_table(found).rows] == ["yes", "no"]
     assert least_gain(ours, made(HALVES, 1, 1), router) is None
+
+
+@pytest.mark.parametrize(("long", "verdict"), [(2, "yes"), (4, "yes"), (5, "no")])
+def test_auto_is_judged_by_the_better_of_one_pool_and_two(long: int, verdict: str) -> None:
+    arms = (made(OURS, 0, 8), made(MIXED, 0, 4), made(AUTO, 1, long))
+    (row,) = mode_table(Comparison("small", SETTINGS, {"flip": 100.0}, arms, {}, ())).rows
+    assert row[2:] == ("4.00", "8.00", f"{long:.2f}", f"{long - 4:+.2f}", verdict)
+
+
+def test_each_mix_of_a_case_can_stand_still() -> None:
+    """All that is left is a rate, so that a run scales with it."""
+    mixes = [still_cases(case) for case in load_suite("drift").cases]
+    assert [still.name for still in mixes[0]] == ["90:10", "10:90"]
+    assert [len(found) for found in mixes] == [2, 2, 2, 1, 1]
+    assert all(not changes(still) and not still.has_set_times for found in mixes for still in found)
+
+
+@pytest.mark.parametrize("arm", [OURS, AUTO])
+def test_nobody_moves_under_constant_load(arm: str) -> None:
+    """The hour at reduced length: eight instances at half of their capacity."""
+    still = still_cases(load_suite("drift").cases[0])[1]
+    found = hour(still, arm, 16.0, 180.0)
+    assert found.moves == 0
+    assert found.violations < 0.05
 
 
 def test_spreads_read_well() -> None:
@@ -216,7 +240,7 @@ def test_spreads_read_well() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("loads", (0.0,)), ("seeds", ()), ("seeds", (1, 1)), ("hour_load", 2.0)]
+    ("field", "value"), [("loads", (0.0,)), ("seeds", ()), ("seeds", (1, 1)), ("hour_loads", (2.0,))]
 )
 def test_bad_settings_are_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):

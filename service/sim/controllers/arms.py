@@ -1,8 +1,8 @@
 """What is compared: rules that give instances their roles.
 
-All but one run under the same policy (`plaserve`, two pools, with spill), so only the roles differ. *mixed*
-has one pool and no roles: what the same policy does without a controller. The *router* is what LAPS was
-measured against: another policy, without roles.
+All but the router run under the same policy (`plaserve`, with spill), so only the roles differ. *mixed* has
+one pool and no roles: what the same policy does without a controller. *auto* has pools while they are
+predicted to win. The *router* is what LAPS was measured against: another policy, without roles.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ RATIO = "ratio, as printed"
 DIFFERENCE = "difference, slides"
 ROUTER = "load-balanced router"
 MIXED = "one mixed pool"
+AUTO = "plaserve, auto"
 
 
 class FixedSplit:
@@ -69,6 +70,7 @@ class Arm:
 
     @property
     def has_roles(self) -> bool:
+        """Two pools from begin to end."""
         return self.policy.endswith("mode=spatial")
 
 
@@ -103,5 +105,10 @@ ARMS: Mapping[str, Arm] = {
     ),
     MIXED: Arm(
         lambda *_: None, "no roles: every instance serves both lanes", policy="plaserve:mode=temporal"
+    ),
+    AUTO: Arm(
+        lambda settings, _: PressureController(settings, mode=Mode.AUTO),
+        "the default of the service: the same controller, with pools only while they are predicted to win",
+        policy="plaserve:mode=auto",
     ),
 }

@@ -18,7 +18,7 @@ from service.sim.cache import Cache, key_of
 from service.sim.case import Case
 from service.sim.code_digest import source_digest
 from service.sim.controllers import runs
-from service.sim.controllers.arms import ARMS, DIFFERENCE, OURS, RATIO
+from service.sim.controllers.arms import ARMS, AUTO, DIFFERENCE, OURS, RATIO
 from service.sim.controllers.runs import Found, Hour
 from service.sim.controllers.scores import RunScore
 from service.sim.experiment import plain_case
@@ -28,26 +28,27 @@ from service.sim.suite import Suite
 from service.sim.tasks import load_of
 
 FIRST_GUESS = 0.55  # of the capacity, for a goodput
-HOUR_ARMS = (OURS, RATIO, DIFFERENCE)
+HOUR_ARMS = (OURS, AUTO)
+HOUR_PEERS = (RATIO, DIFFERENCE)  # at the first load of the first mix only
 
 
 @dataclass(frozen=True, slots=True)
 class CompareSettings:
     """loads: over the capacity of a case. goodput: look for that of every arm too, on the tuning seed.
-    hour_load: of an hour of constant load, over the capacity of the first case; None: no hour."""
+    hour_loads: of hours of constant load of each mix of the first case, over the capacity of the mix."""
 
     loads: tuple[float, ...] = (0.5,)
     seeds: tuple[int, ...] = (1, 2, 3)
     goodput: bool = False
-    hour_load: float | None = None
+    hour_loads: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.loads or any(not 0.0 < load <= 1.0 for load in self.loads):
             raise ValueError(f"loads must be above 0 and at most 1, got {self.loads}")
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds or min(self.seeds) < 0:
             raise ValueError(f"seeds must be one or more, each once and not negative, got {self.seeds}")
-        if self.hour_load is not None and not 0.0 < self.hour_load <= 1.0:
-            raise ValueError(f"hour_load must be above 0 and at most 1, got {self.hour_load}")
+        if any(not 0.0 < load <= 1.0 for load in self.hour_loads):
+            raise ValueError(f"hour_loads must be above 0 and at most 1, got {self.hour_loads}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +125,7 @@ def compare(
         for seed in settings.seeds
         for case, load, arm in places
     ]
-    hours = [
-        _Task(chosen[0], Hour, runs.hour, (arm, settings.hour_load * capacity[chosen[0].name], runs.HOUR_S))
-        for arm in HOUR_ARMS
-        if settings.hour_load is not None
-    ]
+    hours = _hours(chosen[0], settings, metric)
     searched = [(case, arm) for case in chosen for arm in ARMS if settings.goodput]
     searches = [
         _Task(case, Found, runs.goodput, (arm, FIRST_GUESS, case.tuning_seed, metric))
@@ -161,6 +158,16 @@ def compare(
         goodput,
         tuple(found[len(scores) : len(scores) + len(hours)]),
     )
+
+
+def _hours(case: Case, settings: CompareSettings, metric: MetricSettings) -> list[_Task]:
+    tasks = []
+    for number, still in enumerate(runs.still_cases(case)):
+        for load in settings.hour_loads:
+            arms = HOUR_ARMS if number or load != settings.hour_loads[0] else (*HOUR_ARMS, *HOUR_PEERS)
+            rate_per_s = load * load_of(still, metric, settings.seeds[0]).capacity_per_s
+            tasks += [_Task(still, Hour, runs.hour, (arm, rate_per_s, runs.HOUR_S)) for arm in arms]
+    return tasks
 
 
 def _results(

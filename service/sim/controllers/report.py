@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from service.core.types import Lane
 from service.sim.controllers.arms import ARMS, HALVES, HISTORY, MIXED, OURS
-from service.sim.controllers.asked import ASKED, ENOUGH, asked_table, hour_table, mean
+from service.sim.controllers.asked import ASKED, ENOUGH, MODES, asked_table, hour_table, mean, mode_table
 from service.sim.controllers.compare import Comparison, Scored
 from service.sim.controllers.runs import SETTLE_S
 from service.sim.controllers.scores import GOOD, SEEN_PERIODS, TURN_PERIODS, RunScore
@@ -257,6 +257,9 @@ def page(comparison: Comparison) -> str:
         ASKED,
         table_markdown(asked_table(comparison)) + "\n",
         *_hours(comparison),
+        "## One pool, two, or auto\n",
+        table_markdown(mode_table(comparison)) + "\n",
+        MODES,
         f"![Pools and attainment, {comparison.scored[0].case}](lab/{PICTURE})\n",
         "## What it says\n",
         *(f"{line}\n" for line in (*reading(comparison), *totals(comparison))),
@@ -266,10 +269,10 @@ def page(comparison: Comparison) -> str:
 
 def _hours(comparison: Comparison) -> Iterator[str]:
     if comparison.hours:
-        rate = comparison.hours[0].rate_per_s
+        loads = " and ".join(f"{100.0 * load:g} %" for load in comparison.settings.hour_loads)
         yield (
-            f"An hour of constant load, {rate:.0f} requests/s of the first mix. *Moves*: after the first "
-            f"{SETTLE_S:.0f} s; asked for are none.\n"
+            f"An hour of constant load each, of the mixes of the first case (shares of its parts), at {loads}"
+            f" of their capacity. *Moves*: after the first {SETTLE_S:.0f} s; asked for are none.\n"
         )
         yield table_markdown(hour_table(comparison)) + "\n"
 

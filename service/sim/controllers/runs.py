@@ -35,9 +35,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Hour:
-    """Of constant load. moves: after the first `SETTLE_S`; first: those before."""
+    """Of constant load. moves: after the first `SETTLE_S`; first: those before. What happens after the last
+    arrival is neither."""
 
     arm: str
+    mix: str
     rate_per_s: float
     moves: int
     first: int
@@ -110,16 +112,28 @@ class _Count:
         return False
 
 
-def hour(case: Case, arm: str, rate_per_s: float, seconds: float) -> Hour:
-    """The first mix of the case at a constant rate; nothing else of it happens. A static arm has halves."""
-    still = replace(
-        case,
-        workload=replace(case.workload, flips=(), bursts=()),
-        joins=(),
-        outages=(),
-        speeds=(),
-        cold_passes=0,
+def still_cases(case: Case) -> tuple[Case, ...]:
+    """One of constant load for each mix of the case; nothing else of it happens. Named by the mix."""
+    workload = case.workload
+    names = [name for name, _ in workload.parts]
+    mixes = dict.fromkeys([workload.shares, *(tuple(flip.shares) for flip in workload.flips)])
+    return tuple(
+        replace(
+            case,
+            name=":".join(f"{100.0 * share / sum(mix):g}" for share in mix),
+            workload=replace(workload, parts=tuple(zip(names, mix, strict=True)), flips=(), bursts=()),
+            joins=(),
+            outages=(),
+            speeds=(),
+            cold_passes=0,
+            limits=replace(case.limits, window_s=None),
+        )
+        for mix in mixes
     )
+
+
+def hour(still: Case, arm: str, rate_per_s: float, seconds: float) -> Hour:
+    """A case of constant load at a rate. A static arm has halves."""
     policy, count = ARMS[arm].policy, _Count()
     _, settings, _ = parse(policy, still.scheduler_settings())
     source = make_source(
@@ -134,6 +148,6 @@ def hour(case: Case, arm: str, rate_per_s: float, seconds: float) -> Hour:
         keep_log=False,
         keep_records=False,
     )
-    times_s = [at_s for at_s, _ in pressure_moves(result.role_moves)]
-    late = sum(at_s > SETTLE_S for at_s in times_s)
-    return Hour(arm, rate_per_s, late, len(times_s) - late, count.missed / max(1, count.arrived))
+    times_s = [at_s for at_s, _ in pressure_moves(result.role_moves) if at_s <= seconds]
+    late, violations = sum(at_s > SETTLE_S for at_s in times_s), count.missed / max(1, count.arrived)
+    return Hour(arm, still.name, rate_per_s, late, len(times_s) - late, violations)
