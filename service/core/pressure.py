@@ -23,7 +23,10 @@ Demand is what arrives, smoothed. Arriving work is predicted for each request al
 how many busy seconds a second of such work really takes is learnt from the utilisation of the fleet while
 nobody is far behind. In a quiet pool every short has a pass of its own, so it looks busy with work that half
 of its instances could do: more than is known already is believed only while those that serve shorts are
-loaded. What is seen counts the more, the more of the work is short.
+loaded, over some periods. What is seen counts the more, the more of the work is short.
+
+Past what the fleet can do longs ask for what shorts leave: a little too few for both lanes would make both
+late, and an instance serves many shorts in the time of a few longs.
 
 A pool that is forecast to fall behind has that much more backlog: it is as busy as was seen, and its demand
 will grow as it does now (Holt, two periods).
@@ -52,7 +55,7 @@ MOVES_RATIO_MAX = 0.05  # of the fleet, in one period
 LEVEL_GAIN, TREND_GAIN = 0.3, 0.1  # of Holt's smoothing: some three periods of memory
 FORECAST_PERIODS = 2
 TURNS_MAX = 16  # times the cool-down
-SHARED_AT_FIRST = 0.5  # a guess, until the fleet is seen below saturation
+SHARED_AT_FIRST = 0.35  # a guess until seen below saturation: 1 with a pass each, 0.2 in the fullest passes
 SATURATED = 0.98  # utilisation of the fleet above which demand can't be seen in it
 LOADED = 0.85  # utilisation of those that serve shorts from which on shorts share passes as they can
 BEHIND_S = 0.25  # backlog of an instance above which it works off old demand
@@ -135,6 +138,7 @@ class Demand:
         self._work = {lane: Trend() for lane in Lane}
         self._request_s = {lane: Trend() for lane in Lane}
         self._busy = Trend()
+        self._short_busy = Trend()  # of those that serve shorts
         self._behind = False
         self._shared = SHARED_AT_FIRST  # busy seconds for a predicted second of a short alone
 
@@ -153,16 +157,16 @@ class Demand:
         was_behind, backlog_s = self._behind, sum(load.backlog_s for load in fleet.instances)
         self._behind = backlog_s >= BEHIND_S * count
         if was_behind or self._behind:  # busy with old demand
-            self._busy = Trend()
+            self._busy, self._short_busy = Trend(), Trend()
             return
         self._busy.add(sum(load.utilisation for load in fleet.instances))
+        self._short_busy.add(_utilisation(load for load in fleet.instances if load.role is not Role.LP))
         busy = self._busy.mean
         short_work, long_work = (self._work[lane].mean for lane in (Lane.SHORT, Lane.LONG))
         if short_work <= 0.0 or busy >= SATURATED * count:
             return
         seen = min(1.0, max(0.05, (busy - long_work) / short_work))
-        loaded = _utilisation(load for load in fleet.instances if load.role is not Role.LP) >= LOADED
-        if loaded or seen < self._shared:
+        if self._short_busy.mean >= LOADED or seen < self._shared:
             self._shared += LEVEL_GAIN * short_work / (short_work + long_work) * (seen - self._shared)
 
     def of(self, lane: Lane) -> float:
@@ -172,6 +176,11 @@ class Demand:
     def ahead(self, lane: Lane, periods: int) -> float:
         """The same, forecast."""
         return self._work[lane].ahead(periods) * self._share(lane)
+
+    def of_fleet(self, instances: int) -> dict[Lane, float]:
+        """The same for both lanes; past what the fleet can do longs ask for what shorts leave."""
+        short = self.of(Lane.SHORT)
+        return {Lane.SHORT: short, Lane.LONG: min(self.of(Lane.LONG), max(0.0, instances - short))}
 
     def request_s(self, lane: Lane) -> float:
         """Predicted seconds of a mean request alone; 0 before any came."""
@@ -242,10 +251,11 @@ class PressureController:
     def _form(self, fleet: FleetView) -> tuple[RoleMove, ...]:
         """Roles for those that have none: in proportion to demand."""
         mixed = [load.instance_id for load in fleet.instances if load.role is Role.MIXED]
-        short, long = self._demand.of(Lane.SHORT), self._demand.of(Lane.LONG)
+        count, least = len(fleet.instances), self._knobs.instances_min
+        asked = self._demand.of_fleet(count)
+        short, long = asked[Lane.SHORT], asked[Lane.LONG]
         if short + long <= 0.0:
             return ()
-        count, least = len(fleet.instances), self._knobs.instances_min
         wanted = min(max(least, round(count * short / (short + long))), count - least)
         missing = max(0, wanted - sum(load.role is Role.SP for load in fleet.instances))
         return tuple(
@@ -291,7 +301,8 @@ class PressureController:
 
     def _more_even(self, giver: Lane, left: int, taker: Lane, count: int) -> bool:
         """Whether a giver with `left` instances is better off than a taker with `count` is."""
-        return self._demand.of(giver) / left * EVENNESS < self._demand.of(taker) / count
+        asked = self._demand.of_fleet(left + 1 + count)
+        return asked[giver] / left * EVENNESS < asked[taker] / count
 
     def _pressure(self, lane: Lane, pool: list[InstanceLoad]) -> float:
         """Of a pool, with what it is forecast to fall behind within the horizon."""

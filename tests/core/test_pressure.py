@@ -86,7 +86,7 @@ def test_a_costly_move_must_be_worth_more() -> None:
     for held, expected in ((0.0, 1), (100.0, 0)):
         busy = [InstanceLoad(f"s{i}", SP, 0.0, 0.0, 0.9, 0, held) for i in range(2)]
         calm = [InstanceLoad(f"l{i}", LP, 0.0, 0.0, 0.4, 0, held) for i in range(2)]
-        view = FleetView((*busy, *calm), 100.0, 3.0, 3.6, 0.8, 100)
+        view = FleetView((*busy, *calm), 100.0, 3.0, 5.2, 0.8, 100)
         assert len(spatial().step(view, 0.0)) == expected
 
 
@@ -152,6 +152,33 @@ def test_what_shorts_take_is_learnt_up_only_from_a_loaded_pool(
         demand_seen.look(quiet(2, 6, busy, long_busy))
     change = demand_seen.of(Lane.SHORT) - SHARED_AT_FIRST * 2.75
     assert abs(change) < 1e-9 if sign == 0 else change * sign > 0.3
+
+
+def test_a_pool_that_is_busy_for_a_moment_is_not_loaded() -> None:
+    """One period in four near saturation, and less than LOADED in the mean."""
+    demand_seen = Demand()
+    for period in range(80):
+        demand_seen.look(quiet(2, 6, 0.97 if period % 4 == 3 else 0.72))
+    assert demand_seen.of(Lane.SHORT) <= SHARED_AT_FIRST * 2.75 + 1e-9
+
+
+@settings(max_examples=25)
+@given(
+    instances=st.integers(4, 40),
+    short=st.floats(0.1, 0.5),
+    long=st.floats(0.8, 2.0),
+    alone=st.floats(1.0 / SHARED_AT_FIRST, 5.0),
+)
+def test_past_what_the_fleet_can_do_shorts_come_first(
+    instances: int, short: float, long: float, alone: float
+) -> None:
+    """Too much long work takes nothing from shorts that need no more than was guessed: their pool is what
+    they ask for, to the nearest instance."""
+    fleet, controller = FluidFleet(instances, alone=alone), spatial()
+    wanted = {Lane.SHORT: short * instances, Lane.LONG: max(long, 1.05 - short) * instances}
+    fleet.run(controller, lambda _: wanted, 60, 0.0)
+    assert fleet.pool(SP) >= min(round(wanted[Lane.SHORT]), instances - 1)
+    assert fleet.pool(LP) >= 1
 
 
 @pytest.mark.parametrize("instances", [4, 8, 16, 64, 200])
