@@ -157,12 +157,14 @@ def _run(process: Awaitable[R]) -> R:
     """Expected failures in one line."""
     from engines.bundle import BundleMismatch
     from service.fleet.membership import MembershipError
+    from service.garbage import collect_seldom
     from service.settings import SettingsError
     from service.wiring import ServiceBroken
 
     async def run() -> R:
         return await process
 
+    collect_seldom()
     try:
         return asyncio.run(run())
     except ServiceBroken as error:

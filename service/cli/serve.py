@@ -46,6 +46,7 @@ def serve(
     Prints one line with the address once requests are answered.
     """
     from engines.bundle import BundleMismatch
+    from service.garbage import collect_seldom
     from service.settings import SettingsError, load_settings
     from service.wiring import Ready, ServiceBroken, load
     from service.wiring import serve as run
@@ -74,6 +75,7 @@ def serve(
         fail(f"backend {settings.engine.backend}: {error}; install it with pip install 'plaserve[cpu]'")
     except (SettingsError, BundleMismatch, ValueError, OSError, RuntimeError) as error:
         fail(error)
+    collect_seldom()
     try:
         cut_off = asyncio.run(run(settings, loaded, ready=ready, record=record))
     except ServiceBroken as error:

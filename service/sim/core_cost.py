@@ -13,7 +13,7 @@ takes):
     us a poll       of one that gave somebody a pass, without the events before it: mean, P50, P99
 
 Collections of garbage that fall into the core's calls are in these times; `GC` is their part of a request,
-and the longest one.
+and the longest one. They are as in the service (`service.garbage`); with `--python-gc` as Python has them.
 
     slo         targets as they are by default: with a long queue nearly all of them are out of reach
     in reach    every target 10 min away: all are feasible, and the look at who is late is at its longest
@@ -42,6 +42,7 @@ from rich.table import Table
 from engines.simulated_settings import h200_32b_like
 from service.core.settings import Mode, SchedulerSettings
 from service.core.types import InstanceSpec, Lane, Request
+from service.garbage import collect_seldom
 from service.policies import make_scheduler
 from service.sim.cluster import SimInstance
 from service.sim.kernel import run
@@ -158,7 +159,14 @@ class Window:
 
 
 def measure(
-    queued: int, instances: int, mix: str = "slo", requests: int = 5_000, seconds: float = 20.0, seed: int = 1
+    queued: int,
+    instances: int,
+    mix: str = "slo",
+    requests: int = 5_000,
+    seconds: float = 20.0,
+    *,
+    policy: str = "plaserve",
+    seed: int = 1,
 ) -> CoreCost:
     """One window of `requests` ends, or of `seconds` of processor time where these are over before."""
     settings = SchedulerSettings(
@@ -166,7 +174,7 @@ def measure(
     )
     capabilities, profiles, cost = h200_32b_like()
     specs = [InstanceSpec(f"i{index}", capabilities, profiles, cost) for index in range(instances)]
-    scheduler = make_scheduler("plaserve", settings)
+    scheduler = make_scheduler(policy, settings)
     meter = Meter(scheduler)
     window = Window(meter, requests, seconds)
     loads = scheduler.policy.lane_load
@@ -263,6 +271,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--queued", type=int, default=10_000, help="requests that wait (default: 10,000)")
     parser.add_argument("--instances", type=int, default=64, help="default: 64")
     parser.add_argument("--mix", nargs="+", default=list(MIXES), choices=MIXES, help="default: all three")
+    parser.add_argument(
+        "--policy", default="plaserve", help="fcfs shows what is left without an order and a look ahead"
+    )
     parser.add_argument("--requests", type=int, default=20_000, help="counted in a window (default: 20,000)")
     parser.add_argument(
         "--seconds", type=float, default=30.0, help="of processor time, the most for a window (default: 30)"
@@ -270,11 +281,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--growth", action="store_true", help="over queued and over instances instead")
     parser.add_argument("--plot", type=Path, help="with --growth: draw to this file (PNG or SVG)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--python-gc", action="store_true", help="collect garbage as often as by default")
     asked = parser.parse_args(arguments)
+    if not asked.python_gc:
+        collect_seldom()
 
     def one(mix: str, queued: int, instances: int) -> CoreCost:
         sys.stderr.write(f"{mix}: {queued:,} queued, {instances:,} instances\n")
-        return measure(queued, instances, mix, asked.requests, asked.seconds)
+        return measure(queued, instances, mix, asked.requests, asked.seconds, policy=asked.policy)
 
     rows: list[tuple[str, Sequence[int], Sequence[CoreCost]]] = []
     if asked.growth:

@@ -59,6 +59,7 @@ def test_a_window_counts_its_requests(mix: str) -> None:
 def test_it_prints_and_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(core_cost, "collect_seldom", lambda: None)  # it is for a whole process
     monkeypatch.setattr(core_cost, "QUEUED", (5, 20))
     monkeypatch.setattr(core_cost, "INSTANCES", (1, 2))
     monkeypatch.setattr(core_cost, "QUEUED_FIXED", 10)
