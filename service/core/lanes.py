@@ -16,13 +16,6 @@ from service.core.tracked import Tracked
 from service.core.types import Lane, Request
 
 
-def short_tokens_max(instance: Instance, history: int, settings: SchedulerSettings) -> int:
-    """Largest L that counts as short on `instance`, given H cached tokens."""
-    return min(
-        max(instance.boundary_tokens(history), settings.lane_floor_tokens), instance.request_tokens_max
-    )
-
-
 def classify(
     request: Request, instances: Sequence[Instance], settings: SchedulerSettings, seq: int
 ) -> Tracked:
@@ -30,7 +23,7 @@ def classify(
     `ttft_target_short_s`, or for the long lane max(that, factor x predicted time alone + offset)."""
     best, history = _most_cached(request, instances)
     new_tokens = request.prompt_tokens - history
-    short = new_tokens <= short_tokens_max(best, history, settings)
+    short = new_tokens <= best.short_tokens_max(history)
     lane = Lane.SHORT if short else Lane.LONG
     service_s = best.pricer.request_s(new_tokens, history)
     target_s = request.ttft_target_s

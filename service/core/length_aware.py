@@ -28,7 +28,6 @@ from dataclasses import replace
 from itertools import chain, islice
 
 from service.core.fair_share import FairShare
-from service.core.lanes import short_tokens_max
 from service.core.load import Load
 from service.core.order import LaneQueue
 from service.core.pass_maker import PassMaker
@@ -104,7 +103,7 @@ class LengthAwarePolicy:
 
     def late(self, now_s: float) -> list[Tracked]:
         self.pools.new_turn()
-        return [tracked for queue in self._lanes.values() for tracked in queue.demote(now_s)]
+        return self._lanes[Lane.SHORT].demote(now_s) + self._lanes[Lane.LONG].demote(now_s)
 
     def waiting(self) -> Iterator[Tracked]:
         return chain.from_iterable(queue.everyone() for queue in self._lanes.values())
@@ -255,9 +254,10 @@ class LengthAwarePolicy:
     def _triage(self, instance: Instance, now_s: float) -> None:
         """See who is set aside."""
         shorts, longs = self._lanes[Lane.SHORT], self._lanes[Lane.LONG]
-        if longs.by_share(now_s):
-            self._triaged, self._aside = [], set()
-            return
+        self._triaged, self._aside = [], set()
+        all_s = longs.work_s + shorts.tokens / instance.tokens_per_s
+        if longs.by_share(now_s) or now_s + all_s / self._load.instances <= longs.latest_start_s:
+            return  # all can be in time
         token_s = shorts.tokens / max(1, len(shorts)) / instance.tokens_per_s
         self._triaged = list(islice(longs.feasible(instance.instance_id), TRIAGED))
         self._aside = set_aside(
@@ -277,7 +277,7 @@ class LengthAwarePolicy:
         new_tokens, history = instance.item_of(tracked)
         if tracked.lane is Lane.LONG and (tracked.position or not history):
             return False
-        return new_tokens <= short_tokens_max(instance, history, self._settings)
+        return new_tokens <= instance.short_tokens_max(history)
 
     def _hold_or_go(
         self, maker: PassMaker, group: list[PlanItem], now_s: float, *, long_waits: bool

@@ -118,6 +118,7 @@ class LaneQueue:
         self._row_of: dict[str, str | None] = {}
         self._hopeless: set[str] = set()
         self.tokens = 0  # remaining prompt tokens of all
+        self.work_s = 0.0  # `service_s` of all, to within rounding
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -136,6 +137,7 @@ class LaneQueue:
         if math.isfinite(tracked.target_s):
             self._watch(tracked)
         self.tokens += tracked.remaining
+        self.work_s += tracked.service_s
         if self._share is not None:
             self._share.joined(tracked.request.tenant)
 
@@ -143,6 +145,7 @@ class LaneQueue:
         self._take_out(tracked)
         self._hopeless.discard(tracked.request_id)
         self.tokens -= tracked.remaining
+        self.work_s -= tracked.service_s
         if self._share is not None:
             self._share.left(tracked.request.tenant)
 
@@ -182,6 +185,11 @@ class LaneQueue:
         if moved:
             self._missed_s = now_s
         return moved
+
+    @property
+    def latest_start_s(self) -> float:
+        """No waiting request with a target in reach must start before that; inf where there is none."""
+        return self._latest_start[0][0] if self._latest_start else math.inf
 
     def by_share(self, now_s: float) -> bool:
         """Whether the shares of the tenants count now."""

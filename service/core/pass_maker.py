@@ -212,7 +212,7 @@ class PassMaker:
         return waiting * self._waiting_share
 
     def _share_of_waiting(self) -> float:
-        load = sum(self._load.of(lane, self.instance, self._now_s) for lane in Lane)
+        load = sum(self._load.of(lane, self.instance, self._now_s) for lane in self._lanes)
         return 1.0 / self._load.instances / (1.0 - min(LOAD_MAX, load))
 
 

@@ -111,10 +111,12 @@ class Placement:
         best: _Placed | None = None
         best_s = self._settings.safety_s
         for place, there_s in places:
-            if place is instance or not (place.takes_new and place.kv.fits(tracked.kv_tokens_max)):
+            saved_s = (here_s - there_s) * others
+            if place is instance or saved_s <= best_s:
+                continue
+            if not (place.takes_new and place.kv.fits(tracked.kv_tokens_max)):
                 continue
             start_s = free_s(place, now_s) + self._work_ahead_s(tracked, place)
-            saved_s = (here_s - there_s) * others
             if saved_s - (start_s - now_s) > best_s and (
                 start_s + there_s <= tracked.target_s or not in_time
             ):

@@ -73,7 +73,8 @@ class Instance:
         self.tokens_per_s = self._rate_at_knee()  # of prefill
         self._tokens_max = request_tokens_max(spec)
         self._decodes = spec.capabilities.decode is not DecodeMode.NONE
-        self._boundary_tokens: dict[int, int] = {}  # by history
+        self._lane_floor_tokens = settings.lane_floor_tokens
+        self._short_tokens_max: dict[int, int] = {}  # by history
         self._cached: dict[str, int] = {}  # request id -> tokens, at one version of the prefix index
         self._cached_version = 0
 
@@ -85,7 +86,7 @@ class Instance:
         """Predict by `cost`, whose knee is `knee_tokens`, no longer by that of the spec (`correction`)."""
         self.pricer.believe(cost, knee_tokens)
         self.tokens_per_s = self._rate_at_knee()
-        self._boundary_tokens.clear()
+        self._short_tokens_max.clear()
 
     def in_pass(self, request_id: str) -> bool:
         """Whether the request is in the running or the staged pass."""
@@ -127,9 +128,14 @@ class Instance:
 
     def boundary_tokens(self, history: int) -> int:
         """L_m(H) here."""
-        known = self._boundary_tokens.get(history)
+        return self.pricer.cost.boundary_tokens(history)
+
+    def short_tokens_max(self, history: int) -> int:
+        """Largest L that counts as short here, given H cached tokens."""
+        known = self._short_tokens_max.get(history)
         if known is None:
-            known = self._boundary_tokens[history] = self.pricer.cost.boundary_tokens(history)
+            least = max(self.boundary_tokens(history), self._lane_floor_tokens)
+            known = self._short_tokens_max[history] = min(least, self.request_tokens_max)
         return known
 
     def chunk_tokens(self, item: tuple[int, int], limit: int) -> int:

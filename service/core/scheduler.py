@@ -100,13 +100,17 @@ class PrefillScheduler:
 
     def poll(self, now_s: float) -> tuple[Command, ...]:
         """Everything to be done now; the last command says when to poll again."""
-        if self._timeouts.next_s <= now_s:
+        wake_s, why = self._timeouts.next_s, Reason.DEADLINE_PASSED
+        if wake_s <= now_s:
             for timeout in self._timeouts.due(now_s):
                 self._reject(timeout.tracked, timeout.outcome, timeout.reason, now_s)
-        for tracked in self.policy.late(now_s):
-            if self.settings.late_policy is LatePolicy.REFUSE and tracked.state is RequestState.QUEUED:
-                self._reject(tracked, Outcome.REJECTED_LATE, Reason.TARGET_UNREACHABLE, now_s)
-        wake_s, why = self._timeouts.next_s, Reason.DEADLINE_PASSED
+            wake_s = self._timeouts.next_s
+        late = self.policy.late(now_s)
+        if late and self.settings.late_policy is LatePolicy.REFUSE:
+            for tracked in late:
+                if tracked.state is RequestState.QUEUED:
+                    self._reject(tracked, Outcome.REJECTED_LATE, Reason.TARGET_UNREACHABLE, now_s)
+            wake_s = self._timeouts.next_s
         if self.outliers.next_s < math.inf:
             for instance in self.outliers.due(now_s):
                 self.turns.touch(instance)

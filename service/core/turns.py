@@ -126,7 +126,7 @@ class Turns:
         for each in self._pools.groups:
             each.silent = False
         place = -1
-        while self._anything_waits() and (found := self._next_open(place)) is not None:
+        while (found := self._next_open(place)) is not None and self._anything_waits():
             instance, group = found
             place = instance.place
             if not (instance.takes_new or instance.partial or instance.decode.running):

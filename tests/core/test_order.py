@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from helpers import tracked
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -141,3 +142,23 @@ def test_memory_follows_those_who_wait() -> None:
         queue.add(entry)
         queue.remove(entry)
     assert len(queue._latest_start) <= SWEEP_MIN
+
+
+@given(rows=st.lists(st.tuples(st.floats(0.1, 5.0), st.floats(0.0, 2.0), st.booleans()), max_size=12))
+def test_nobody_must_start_before_the_latest_start_of_the_lane(
+    rows: list[tuple[float, float, bool]],
+) -> None:
+    queue = LaneQueue(age_bound_s=5.0)
+    waiting = []
+    for seq, (target_s, service_s, leaves) in enumerate(rows):
+        each = tracked(f"r{seq}", 100, seq=seq, target_s=target_s, service_s=service_s)
+        queue.add(each)
+        waiting.append((each, leaves))
+    queue.demote(0.5)
+    for each, leaves in waiting:
+        if leaves:
+            queue.remove(each)
+    left = [each for each, leaves in waiting if not leaves]
+    assert queue.work_s == pytest.approx(sum(each.service_s for each in left))
+    feasible = [each for each in left if queue.is_feasible(each)]
+    assert all(queue.latest_start_s <= each.latest_start_s for each in feasible)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engines.profiles import Profiles
 from engines.types import BlocksStored, Layout, Padding
-from service.core.lanes import classify, short_tokens_max
+from service.core.lanes import classify
 from service.core.pricing import Pricer
 from service.core.settings import SchedulerSettings
 from service.core.types import Lane
@@ -135,7 +135,7 @@ def test_the_instance_with_most_of_the_prompt_counts() -> None:
 def test_short_fits_one_pass() -> None:
     """What no single pass can take is long, however small its tokens."""
     tiny = instance(profiles=Profiles(Layout.PACKED, Padding.NOTHING, (32, 64)))
-    assert short_tokens_max(tiny, 0, KNOBS) == 64
+    assert tiny.short_tokens_max(0) == 64
     assert classify(request("r", 65, 0.0), [tiny], KNOBS, 0).lane is Lane.LONG
 
 
