@@ -13,7 +13,9 @@ Three things shape the burst:
 
                looked at anew after every `granule_bytes`. A stretch of 0 is first come, first served, where
                one long prompt holds up all short ones behind it; a very large one is smallest first. No pull
-               waits for any that was offered after it was needed, so none starves.
+               waits for any that was offered after it was needed, so none starves. Prompts that are not
+               whole yet come last: nobody waits for their KV. So streaming delays no pull by more than a
+               granule.
 
 Time to the first token is untouched by all of it: that token comes from prefill. What a budget costs is the
 time until decode can begin, and blocks that are held longer on the prefill side.
@@ -66,19 +68,21 @@ class Transfer:
         return self.end_s - self.offered_s
 
 
+_Rank = tuple[bool, float, int]  # more to come, needed, number
+
+
 @dataclass(slots=True)
 class _Pull:
-    """rank: (needed, number) while it has bytes to send, lowest first."""
+    """rank: while it has bytes to send, lowest first."""
 
     request_id: str
-    number: int
     of_bytes: int
     offered_s: float = 0.0
     offered_bytes: int = 0
     left_bytes: int = 0
     more: bool = True
     dropped: bool = False
-    rank: tuple[float, int] = (0.0, 0)
+    rank: _Rank = (True, 0.0, 0)
 
 
 class KvLink:
@@ -92,7 +96,7 @@ class KvLink:
         self.busy: list[tuple[float, float]] = []
         self.bytes_carried = 0
         self._pulls: dict[str, _Pull] = {}
-        self._waiting: list[tuple[tuple[float, int], _Pull]] = []  # a heap
+        self._waiting: list[tuple[_Rank, _Pull]] = []  # a heap
         self._arrived: list[Transfer] = []  # not told yet
         self._count = 0
         self._current: _Pull | None = None
@@ -129,16 +133,12 @@ class KvLink:
         self._run(now_s)
         pull = self._pulls.get(request_id)
         if pull is None:
-            self._count += 1
-            pull = self._pulls[request_id] = _Pull(request_id, self._count, of_bytes or size_bytes)
-        idle = pull.left_bytes == 0
+            pull = self._pulls[request_id] = _Pull(request_id, of_bytes or size_bytes)
+        if pull.left_bytes == 0 or not more:
+            self._rank(pull, now_s, more)
         pull.offered_s, pull.more = now_s, more
         pull.offered_bytes += size_bytes
         pull.left_bytes += size_bytes
-        if idle:
-            alone_s = pull.of_bytes / self.settings.pull_bytes_per_s
-            pull.rank = (now_s + self.settings.stretch * alone_s, pull.number)
-            heappush(self._waiting, (pull.rank, pull))
         if self._current is None:
             self._begin(now_s)
         elif self._waiting and self._waiting[0][0] < self._current.rank:
@@ -159,8 +159,21 @@ class KvLink:
             if pull is self._current:
                 self._cut(now_s)
             else:
-                self._waiting = [entry for entry in self._waiting if entry[1] is not pull]
-                heapify(self._waiting)
+                self._leave(pull)
+
+    def _rank(self, pull: _Pull, now_s: float, more: bool) -> None:
+        """Give it a new place among those that wait."""
+        alone_s = pull.of_bytes / self.settings.pull_bytes_per_s
+        self._count += 1
+        pull.rank = (more, now_s + self.settings.stretch * alone_s, self._count)
+        if pull is not self._current:
+            if pull.left_bytes:
+                self._leave(pull)
+            heappush(self._waiting, (pull.rank, pull))
+
+    def _leave(self, pull: _Pull) -> None:
+        self._waiting = [entry for entry in self._waiting if entry[1] is not pull]
+        heapify(self._waiting)
 
     def _run(self, now_s: float) -> None:
         while (pull := self._current) is not None and self._end_s <= now_s:
