@@ -73,7 +73,9 @@ class LongFill:
             if chunk <= best:
                 continue
             mixed_s = row.cost_with(chunk, history, part=part)
-            if mixed_s <= min(allowed_s, front_s + pricer.pass_s(((chunk, history),), parts=int(part))):
+            if mixed_s > allowed_s:
+                continue
+            if mixed_s <= front_s + pricer.pass_s(((chunk, history),), parts=int(part)):
                 best = chunk
         return best
 
