@@ -113,6 +113,16 @@ def test_recovery_is_the_last_moment_below(bad: range, expected: float | None) -
     assert recoveries([(20.0, "mix")], starved, Window(10.0, 60.0))[0].periods is None
 
 
+@pytest.mark.parametrize(("until", "expected"), [(40, [24.0, 12.0]), (26, [10.0, 0.0]), (80, [None, None])])
+def test_what_began_before_the_next_change_may_last_past_it(until: int, expected: list[float | None]) -> None:
+    times = tuple(float(n) for n in range(61))
+    shares = tuple(0.5 if 24 <= n < until else 1.0 for n in range(61))
+    attainment: dict[Lane, tuple[float | None, ...]] = {Lane.SHORT: (1.0,) * 61, Lane.LONG: shares}
+    path = RunPath(times, (4,) * 61, (4,) * 61, (0,) * 61, attainment)
+    found = recoveries([(20.0, "mix"), (32.0, "mix")], path, Window(10.0, 60.0))
+    assert [each.periods for each in found] == expected
+
+
 @pytest.fixture(scope="module")
 def small() -> Suite:
     return parse_suite("small", SUITE)

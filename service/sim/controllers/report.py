@@ -44,7 +44,8 @@ WORDS = """\
 requests that miss, relative to {halves}. *Moves*: an instance changes its pool, in the whole run.
 *Overshoots*: moves that go against the last one within {turn} periods of it. *Periods until 95 %*: for each
 change of load or fleet, until the last moment before the next change at which a lane had less than
-{good:.0f} % in time over {seen} periods (of 1 s), in the worst seed; 0: at no moment; never: to the end.
+{good:.0f} % in time over {seen} periods (of 1 s), and on past the next change while that lasts, in the worst
+seed; 0: at no moment; never: to the end of the window.
 *In time/s*: requests that met their target, a second.
 """
 _COMPARISON = TypeAdapter(Comparison)

@@ -5,8 +5,9 @@ moves        changes of the pool of an instance that has one; giving a newcomer 
 overshoot    a move taken back: the pools pass the size that they end at and return, so a move is followed by
              one the other way within `TURN_PERIODS` periods. Each such turn counts once
 recovery     of a change of the load or the fleet: periods until attainment is over 95 % again, for good: the
-             last moment, before the next change or the end of the window, at which a lane attains less over
-             the `SEEN_PERIODS` periods around it. 0: at no moment. None: until the very end of that time
+             last moment before the next change at which a lane attains less over the `SEEN_PERIODS` periods
+             around it, and on past the next change while that lasts. 0: at no moment. None: until the end of
+             the window
 """
 
 from __future__ import annotations
@@ -159,20 +160,21 @@ def _attainment(
 
 
 def recoveries(marks: Sequence[tuple[float, str]], path: Path, window: Window) -> tuple[Recovery, ...]:
-    """Of the changes inside the window. The moments looked at are those whose surroundings lie after the
-    change and before the next."""
+    """Of the changes inside the window. The moments looked at first are those whose surroundings lie after
+    the change and before the next."""
     inside = [(at_s, what) for at_s, what in marks if window.holds(at_s)]
     half_s = SEEN_PERIODS / 2.0
+    seen = sum(time_s <= window.end_s - half_s for time_s in path.time_s)
     found = []
     for (at_s, what), until_s in zip(inside, [*(at_s for at_s, _ in inside[1:]), window.end_s], strict=True):
         moments = [n for n, time_s in enumerate(path.time_s) if at_s + half_s <= time_s <= until_s - half_s]
         below = [n for n in moments if _bad(path, n)]
         if not below:
             found.append(Recovery(at_s, what, 0.0))
-        elif below[-1] == moments[-1]:
-            found.append(Recovery(at_s, what, None))
-        else:
-            found.append(Recovery(at_s, what, path.time_s[below[-1]] + half_s - at_s))
+            continue
+        good = next((n for n in range(below[-1], seen) if not _bad(path, n)), None)
+        periods = None if good is None else path.time_s[good - 1] + half_s - at_s
+        found.append(Recovery(at_s, what, periods))
     return tuple(found)
 
 
