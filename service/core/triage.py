@@ -13,14 +13,16 @@ each plan asks anew, and what was begun has less work left than it had.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from service.core.tracked import Tracked
 
+STRETCH = 16  # requests
+
 
 def set_aside(
-    by_target: Iterable[Tracked], shorts_s: Callable[[float], float], instances: int, now_s: float
+    by_target: Sequence[Tracked], shorts_s: Callable[[float], float], instances: int, now_s: float
 ) -> set[Tracked]:
     """Those of `by_target`, requests by priority and then target, that are not to be served in time.
 
@@ -30,9 +32,15 @@ def set_aside(
     aside: set[Tracked] = set()
     kept: list[tuple[float, int, Tracked]] = []  # heap, most work first
     fresh: list[tuple[float, int, Tracked]] = []  # to be put on it
-    work_s, all_s = 0.0, shorts_s(math.inf)
-    before_s, asked_s = 0.0, -math.inf  # `shorts_s` of a target that is no later: it is asked seldom
-    for tracked in by_target:
+    work_s = 0.0
+    # `shorts_s` is asked for the end of each stretch, and in between only where that doesn't tell:
+    before_s, asked_s = 0.0, -math.inf  # of a target that is no later
+    within_s, end_s = 0.0, -math.inf  # of one that is no earlier
+    for index, tracked in enumerate(by_target):
+        if index % STRETCH == 0:
+            before_s, asked_s = within_s, end_s
+            end_s = by_target[min(index + STRETCH, len(by_target)) - 1].target_s
+            within_s = shorts_s(end_s)
         target_s, own_s = tracked.target_s, tracked.service_s
         if tracked.position:
             own_s *= tracked.remaining / tracked.request.prompt_tokens
@@ -40,7 +48,7 @@ def set_aside(
         fresh.append((-own_s, tracked.seq, tracked))
         if target_s < asked_s:  # a lower priority begins
             before_s, asked_s = 0.0, -math.inf
-        while now_s + (work_s + all_s) / instances > target_s:
+        while target_s > end_s or now_s + (work_s + within_s) / instances > target_s:
             if now_s + (work_s + before_s) / instances > target_s:
                 while fresh:
                     heappush(kept, fresh.pop())

@@ -64,3 +64,25 @@ def test_what_was_begun_counts_with_what_is_left() -> None:
     assert set_aside(row, lambda _: 0.0, 1, 0.0) == {row[1]}
     row[1].position = 500
     assert set_aside(row, lambda _: 0.0, 1, 0.0) == set()
+
+
+@given(
+    rows=st.lists(st.tuples(st.sampled_from([0.0625, 0.125, 0.25, 0.5]), TARGET_S), max_size=60),
+    shorts=st.lists(TARGET_S, max_size=200),
+    instances=st.sampled_from([1, 2, 4, 16]),
+)
+def test_asking_seldom_for_the_shorts_changes_nothing(
+    rows: list[tuple[float, float]], shorts: list[float], instances: int
+) -> None:
+    """As if the shorts ahead of each request were counted. All sums are exact."""
+    row = lane(rows)
+
+    def shorts_s(target_s: float) -> float:
+        return 2.0**-6 * sum(short_s < target_s for short_s in shorts)
+
+    kept: list[Tracked] = []
+    for each in row:
+        kept.append(each)
+        while kept and (sum(k.service_s for k in kept) + shorts_s(each.target_s)) / instances > each.target_s:
+            kept.remove(max(kept, key=lambda k: (k.service_s, -k.seq)))
+    assert set_aside(row, shorts_s, instances, 0.0) == set(row) - set(kept)
