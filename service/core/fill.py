@@ -7,7 +7,8 @@ completion time: with n requests in the pass, m waiting behind it, and c the cos
 
 `saved` is the time that the tokens would take later: the whole pass for those that finish a prompt, else
 their share of the next chunk, since a part taken out of a chunk saves no pass. Padding up to the class edge
-is free by the same test.
+is free by the same test. Only padding is filled in a pass that is at the knee already: from there on tokens
+cost nearly what they cost alone, and all in the pass would wait for them.
 
 A chunk alone has the size with the best tokens/s within the time that it may block others, and is never below
 the knee, where tokens are not yet paid for, except for the tail of a prompt.
@@ -42,7 +43,7 @@ class LongFill:
         pricer, (new_tokens, history) = self._instance.pricer, rest
         count = len(row)
         front_s = row.cost(0, count)
-        allowed_s = max(front_s, self._allowed_s)
+        allowed_s = front_s if tokens >= pricer.knee_tokens else max(front_s, self._allowed_s)
         later_tokens = min(new_tokens, self._bound(history))
         later_part = later_tokens < new_tokens
         later_s = pricer.pass_s(((later_tokens, history),), parts=int(later_part))

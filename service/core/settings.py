@@ -58,9 +58,9 @@ class SchedulerSettings:
     group_requests_max: int = 24  # requests that one grouping decision looks at
     long_chunk_s_max: float = 0.15  # a pass with long tokens blocks arriving shorts at most this long
     spill_chunk_s_max: float = 0.05  # the same for long tokens on an instance that prefers shorts
-    partial_requests_max: int = 8  # long requests that hold KV between chunks, per instance
+    partial_requests_max: int = 32  # long requests that hold KV between chunks, per instance
     age_bound_s: float = 5.0  # a request without progress this long leads a pass, oldest first
-    aged_share: float = 0.1  # of engine time, for those who lead for their age while others wait
+    aged_share: float = 0.05  # of engine time, for those who lead for their age while others wait
     budget_tokens: int = 2048  # token-budget policies (fcfs): tokens of one pass, SGLang's order of size
 
     # tenants
