@@ -14,8 +14,8 @@ Three things shape the burst:
                looked at anew after every `granule_bytes`. A stretch of 0 is first come, first served, where
                one long prompt holds up all short ones behind it; a very large one is smallest first. No pull
                waits for any that was offered after it was needed, so none starves. Prompts that are not
-               whole yet come last: nobody waits for their KV. So streaming delays no pull by more than a
-               granule.
+               whole yet come last: nobody waits for their KV. So streaming costs a pull no more than the
+               granules under way when it, or another one that is needed sooner, has its turn.
 
 Time to the first token is untouched by all of it: that token comes from prefill. What a budget costs is the
 time until decode can begin, and blocks that are held longer on the prefill side.
