@@ -16,7 +16,7 @@ Collections of garbage that fall into the core's calls are in these times; `GC` 
 and the longest one. They are as in the service (`service.garbage`); with `--python-gc` as Python has them.
 
     slo         targets as they are by default: with a long queue nearly all of them are out of reach
-    in reach    every target 10 min away: all are feasible, and the look at who is late is at its longest
+    in reach    every target 10 min away: all are feasible, and nobody needs to be set aside
     prefixes    as `slo`, and prompts have blocks: half of them begin with one of 64 shared prefixes
 
 Growth is drawn over the queue (64 instances) and over the instances (1,000 queued); the exponent is the slope
@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--seconds", type=float, default=30.0, help="of processor time, the most for a window (default: 30)"
     )
-    parser.add_argument("--growth", action="store_true", help="over queued and over instances instead")
+    parser.add_argument("--growth", action="store_true", help="over queued and instances, first mix")
     parser.add_argument("--plot", type=Path, help="with --growth: draw to this file (PNG or SVG)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--python-gc", action="store_true", help="collect garbage as often as by default")
