@@ -4,7 +4,8 @@ Per instance, with `target` the TTFT target of the lane that it prefers,
 
     p = a min(1, backlog / target) + b (share of requests near their target, or past it) + c utilisation
 
-and the pressure of a pool is the 90th percentile of its instances. Every period, level-triggered: from the
+and the pressure of a pool is the 90th percentile of its instances, smoothed over some three periods: a long
+prompt that visits a short instance looks like an overload for one. Every period, level-triggered: from the
 pool under less pressure to the other one when they differ by more than h (a difference: a ratio fails at and
 below 0), and only
 
@@ -206,6 +207,7 @@ class PressureController:
         self._settings = settings
         self._knobs = knobs or PressureSettings()
         self._demand = Demand()
+        self._smoothed = {lane: Trend() for lane in Lane}  # pressure
         self._separation = _Opinion(self._knobs) if mode is Mode.AUTO else None
         self._moved: tuple[float, Lane] = (-math.inf, Lane.SHORT)  # when, and to which pool
         self._turn_s = self._knobs.cool_down_s  # from there to a move the other way
@@ -269,7 +271,9 @@ class PressureController:
             if not pools[lane]:
                 spare = min(pools[other], key=lambda load: (self._lost_s(load), load.instance_id))
                 return (RoleMove(spare.instance_id, POOL[lane], MoveReason.STARVED),)
-        pressure = {lane: self._pressure(lane, pools[lane]) for lane in Lane}
+        for lane in Lane:
+            self._smoothed[lane].add(self._pressure(lane, pools[lane]))
+        pressure = {lane: self._smoothed[lane].mean for lane in Lane}
         taker = max(Lane, key=lambda lane: pressure[lane])
         giver = Lane.LONG if taker is Lane.SHORT else Lane.SHORT
         if self._moved[1] is giver and now_s - self._moved[0] < self._turn_s:

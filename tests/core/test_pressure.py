@@ -162,6 +162,18 @@ def test_a_pool_that_is_busy_for_a_moment_is_not_loaded() -> None:
     assert demand_seen.of(Lane.SHORT) <= SHARED_AT_FIRST * 2.75 + 1e-9
 
 
+@pytest.mark.parametrize(("periods", "moved"), [(1, False), (6, True)])
+def test_one_hard_period_moves_nobody(periods: int, moved: bool) -> None:
+    """The only request of the short instance is a long one near its target: for once, or time and again."""
+    controller, found = spatial(), False
+    for period in range(40):
+        hard = 20 <= period < 20 + periods
+        short = InstanceLoad("s", SP, 4.0 if hard else 0.0, 1.0 if hard else 0.0, 1.0, 1)
+        longs = [InstanceLoad(f"l{n}", LP, 0.6, 0.3, 1.0, 2) for n in range(3)]
+        found |= bool(controller.step(FleetView((short, *longs), 100.0, 3.0, 3.6, 1.5, 103), float(period)))
+    assert found == moved
+
+
 @settings(max_examples=25)
 @given(
     instances=st.integers(4, 40),
