@@ -17,7 +17,7 @@ class Tracked:
     lane: fixed at admission for the best instance known then.
     position: tokens that have KV on `instance_id`; before the first pass 0.
     target_s: absolute time by which the first token is due; inf without a target.
-    service_s: predicted seconds of its whole prefill alone, at admission (for the latest useful start).
+    service_s: predicted seconds of the prefill that is left, alone: at admission, and after each chunk.
     waiting_since_s: arrival, or the end of its last pass; ageing counts from here.
     avoids: the instance that failed it, while another one can take it (`elsewhere`).
     request_id, kv_tokens_max: kept beside the request, because they are read many times a pass.

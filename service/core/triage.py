@@ -42,8 +42,6 @@ def set_aside(
             end_s = by_target[min(index + STRETCH, len(by_target)) - 1].target_s
             within_s = shorts_s(end_s)
         target_s, own_s = tracked.target_s, tracked.service_s
-        if tracked.position:
-            own_s *= tracked.remaining / tracked.request.prompt_tokens
         work_s += own_s
         fresh.append((-own_s, tracked.seq, tracked))
         if target_s < asked_s:  # a lower priority begins

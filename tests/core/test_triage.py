@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from helpers import tracked
+from fleet_helpers import Fleet
+from helpers import GPU_COST, PACKED, request, spec, tracked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,10 +61,17 @@ def test_shorts_count_as_far_as_their_targets_are_earlier() -> None:
 
 
 def test_what_was_begun_counts_with_what_is_left() -> None:
-    row = lane([(0.4, 0.5), (0.8, 0.9)])
-    assert set_aside(row, lambda _: 0.0, 1, 0.0) == {row[1]}
-    row[1].position = 500
-    assert set_aside(row, lambda _: 0.0, 1, 0.0) == set()
+    """After each chunk the work of a prompt is that of its rest alone."""
+    fleet = Fleet([spec(cost=GPU_COST, profiles=PACKED)])
+    fleet.submit(request("long", 3000, 0.0, max_new_tokens=1))
+    tracked, pricer = fleet.scheduler.live["long"], fleet.scheduler.instances["i0"].pricer
+    rests = []
+    while "long" in fleet.scheduler.live:
+        assert tracked.service_s == pricer.request_s(tracked.remaining, tracked.position)
+        rests.append(tracked.service_s)
+        fleet.finish("i0")
+    assert len(rests) > 2
+    assert rests == sorted(rests, reverse=True)
 
 
 @given(
