@@ -251,14 +251,17 @@ def parse(spec: str, settings: SchedulerSettings) -> tuple[PolicyKind, Scheduler
     return kind, replace(settings, **settings_changes), own
 
 
-def make_scheduler(spec: str, settings: SchedulerSettings) -> PrefillScheduler:
+Parse = Callable[[str, SchedulerSettings], tuple[PolicyKind, SchedulerSettings, Any]]
+
+
+def make_scheduler(spec: str, settings: SchedulerSettings, parse: Parse = parse) -> PrefillScheduler:
     """A scheduler with the policy that `spec` names (see `parse`)."""
     kind, settings, own = parse(spec, settings)
     policy = kind.make(settings, own) if kind.knobs else kind.make(settings)
     return PrefillScheduler(settings, policy)
 
 
-def make_controller(spec: str, settings: SchedulerSettings) -> Controller | None:
+def make_controller(spec: str, settings: SchedulerSettings, parse: Parse = parse) -> Controller | None:
     """The controller that belongs to the policy, a fresh one; None where roles stay as they are."""
     kind, settings, own = parse(spec, settings)
     if kind.controller is None:

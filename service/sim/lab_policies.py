@@ -7,10 +7,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from service.core.reconcile import Controller
-from service.core.scheduler import PrefillScheduler
 from service.core.settings import SchedulerSettings
 from service.policies import registry
 from service.policies.registry import POLICIES, PolicyKind
@@ -46,16 +45,5 @@ def parse(spec: str, settings: SchedulerSettings) -> tuple[PolicyKind, Scheduler
     return replace(kind, make=lambda final, _: ablation.make(final), search={}), settings, own
 
 
-def make_scheduler(spec: str, settings: SchedulerSettings) -> PrefillScheduler:
-    """A scheduler with the policy that `spec` names (see `parse`)."""
-    kind, settings, own = parse(spec, settings)
-    policy = kind.make(settings, own) if kind.knobs else kind.make(settings)
-    return PrefillScheduler(settings, policy)
-
-
-def make_controller(spec: str, settings: SchedulerSettings) -> Controller | None:
-    """The controller that belongs to the policy, a fresh one; None where roles stay as they are."""
-    kind, settings, own = parse(spec, settings)
-    if kind.controller is None:
-        return None
-    return kind.controller(settings, own) if kind.knobs else kind.controller(settings)
+make_scheduler = partial(registry.make_scheduler, parse=parse)
+make_controller = partial(registry.make_controller, parse=parse)
