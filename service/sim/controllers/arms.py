@@ -24,7 +24,7 @@ RATIO = "ratio, as printed"
 DIFFERENCE = "difference, slides"
 ROUTER = "load-balanced router"
 MIXED = "one mixed pool"
-AUTO = "plaserve, auto"
+AUTO = "mode auto"
 
 
 class FixedSplit:

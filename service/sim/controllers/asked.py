@@ -25,8 +25,8 @@ publishes of itself. Empty: static pools miss less.
 
 
 MODES = f"""\
-Misses of the worse lane, in percent. *Loses*: by how many points {AUTO} has more than the better of the other
-two, with the 95 % t-interval over seeds. *No loss*: the interval reaches 0.
+Misses of the worse lane, in percent. *Loses*: by how many points {AUTO} has more than the better of the
+other two, with the 95 % t-interval over seeds. *No loss*: the interval reaches 0.
 """
 
 
