@@ -67,7 +67,7 @@ def test_every_setting_in_seconds_is_slowed_and_nothing_else() -> None:
     slow = slowed(fast, 8.0)
     numbers = {item.name for item in fields(fast) if type(getattr(fast, item.name)) is float}
     changed = {item.name for item in fields(fast) if getattr(slow, item.name) != getattr(fast, item.name)}
-    shares = {"queue_short_share", "decode_share_min", "outlier_share_max"}
+    shares = {"queue_short_share", "decode_share_min", "outlier_share_max", "aged_share"}
     ratios = {"ttft_target_long_factor", "cost_correction_max", "outlier_ratio", "hang_ratio"}
     assert changed == numbers - shares - ratios
     assert all(getattr(slow, name) == 8.0 * getattr(fast, name) for name in changed)
