@@ -42,6 +42,7 @@ class Intake:
         self._prefixes = prefixes
         self._known: _Fleet | None = None
         self._weights = dict(settings.tenant_weights)
+        self._taken = 0  # requests, so far
         self._rooms: tuple[tuple[int, ...], dict[Lane, Room]] | None = None  # the queue as it was refused
 
     def changed(self) -> None:
@@ -62,6 +63,8 @@ class Intake:
             return refusal
         tracked = classify(request, [self._best(request, fleet)], self._settings, seq)
         crowded = self._admission.long_refusal(request, load) if tracked.lane is Lane.LONG else None
+        if crowded is None:
+            self._taken += 1
         return crowded or tracked
 
     def gives_way(self, request: Request, policy: PrefillPolicy, now_s: float) -> list[Tracked]:
@@ -70,7 +73,7 @@ class Intake:
         if self._settings.tenant_burst_s == 0.0:
             return []
         short, long = policy.lane_load(Lane.SHORT), policy.lane_load(Lane.LONG)
-        state = (*short, *long)
+        state = (*short, *long, self._taken)
         if self._rooms is None or self._rooms[0] != state:
             self._rooms = state, self._count(policy)
         rooms = self._rooms[1]

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 
 from service.core.fair_share import FairShare
 from service.core.load import Load
@@ -43,6 +43,7 @@ from service.core.wait_depth import Go, ShortQueue, WaitDepth
 
 FILL_CANDIDATES = 8  # long requests looked at for one pass
 TRIAGED = 256  # long requests with a target in reach that are looked at for who is set aside
+LOOKED_AT_MAX = 256  # of a lane, for those that one instance can take
 LOOKED_FURTHER = 8  # shorts beyond those of one grouping, as some may lack room for KV
 
 
@@ -153,7 +154,8 @@ class LengthAwarePolicy:
         self._triage(instance, now_s)
         maker = self.pass_maker(self._settings, self._lanes, self._load, instance, now_s, self._aside)
         old = self._aged(instance, now_s)
-        maker.gate.keep_room(old)
+        if old and not self._keeps_room(maker, old):
+            old = [t for t in old if maker.gate.has_room(t)]
         aged = now_s >= self._aged_again_s.get(instance.instance_id, now_s) and self._lead(maker, old)
         shorts, longs = self._candidates(instance, now_s, maker.items)
         group = maker.short_group(shorts)
@@ -181,6 +183,18 @@ class LengthAwarePolicy:
     def _lead(self, maker: PassMaker, old: list[Tracked]) -> bool:
         """Let one of `old` lead; where the oldest has no room those in parts, since their end makes room."""
         return bool(old) and maker.lead(chain(old[:1], self._parts_here(maker.instance), old[1:]))
+
+    def _keeps_room(self, maker: PassMaker, old: list[Tracked]) -> bool:
+        """Keep room for the oldest newcomer, so that nobody overtakes it any more. Where it has none yet,
+        that is for the one instance that has most; on the others it is passed over."""
+        oldest = next((t for t in old if t.instance_id is None), None)
+        if oldest is None:
+            return True
+        if not maker.gate.has_room(oldest) and not self.pools.has_most_room(maker.instance, oldest):
+            maker.gate.pass_over()
+            return False
+        maker.gate.keep_room(oldest)
+        return True
 
     def _of_all_alike(self, wait: Wait, placed_before: int, now_s: float) -> Wait:
         """The answer of one instance, for its group where what is cached or who has led plays no part."""
@@ -210,11 +224,14 @@ class LengthAwarePolicy:
         return any(queue.is_for(instance_id) for queue in self._lanes.values())
 
     def _aged(self, instance: Instance, now_s: float) -> list[Tracked]:
-        """The first of those who have waited past the ageing bound, oldest first."""
+        """The first that can run here of those who have waited past the ageing bound, oldest first."""
         place = instance.instance_id
         if not any(queue.has_aged(now_s, place) for queue in self._lanes.values()):
             return []
-        aged = [t for q in self._lanes.values() for t in islice(q.aged(now_s, place), FILL_CANDIDATES)]
+        aged: list[Tracked] = []
+        for queue in self._lanes.values():
+            here = filter(instance.may_take, islice(queue.aged(now_s, place), LOOKED_AT_MAX))
+            aged += islice(here, FILL_CANDIDATES)
         return sorted(aged, key=lambda t: (t.waiting_since_s, t.seq))
 
     def _candidates(
@@ -242,14 +259,20 @@ class LengthAwarePolicy:
             view: Iterable[Tracked] = queue.only_for(instance.instance_id)
         elif serves(instance, lane):
             view = queue.in_order(now_s, instance.instance_id)
-            if lane is Lane.LONG and self._aside:  # these go behind the others whose target counts
-                kept = (t for t in self._triaged if t not in self._aside)
-                aside = (t for t in self._triaged if t in self._aside)
-                view = chain(kept, aside, islice(view, len(self._triaged), None))
+            if lane is Lane.LONG and self._aside:
+                view = chain(self._aside_behind(), islice(view, len(self._triaged), None))
         else:
             view = chain(queue.only_for(instance.instance_id), self._spill.taken(instance, lane, now_s))
-        looked_at = list(islice(view, count))  # the queue changes while we look
+        fitting = filter(instance.may_take, islice(view, LOOKED_AT_MAX))
+        looked_at = list(islice(fitting, count))  # the queue changes while we look
         return [t for t in looked_at if not self._placement.waits_elsewhere(t, instance, now_s)]
+
+    def _aside_behind(self) -> Iterator[Tracked]:
+        """Those of the triage in service order: who is set aside goes behind the others of its priority."""
+        for _, same in groupby(self._triaged, key=lambda t: t.request.priority):
+            some = list(same)
+            yield from (t for t in some if t not in self._aside)
+            yield from (t for t in some if t in self._aside)
 
     def _triage(self, instance: Instance, now_s: float) -> None:
         """See who is set aside."""
@@ -340,6 +363,6 @@ class LengthAwarePolicy:
         if known is None:
             allowed_s = self._settings.ttft_target_short_s - self._settings.safety_s
             edges = instance.pricer.chunk_edges
-            fitting = [edge for edge in edges if instance.pricer.pass_s(((edge, 0),)) <= allowed_s]
+            fitting = [edge for edge in edges if instance.pricer.alone_s(((edge, 0),)) <= allowed_s]
             known = self._depth_bounds[instance.instance_id] = fitting[-1] if fitting else edges[0]
         return known

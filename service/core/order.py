@@ -206,11 +206,13 @@ class LaneQueue:
         return int(self._rows[None].feasible.bisect_key_left((0, target_s, 0)))
 
     def least_ahead(self, some: list[Tracked], now_s: float) -> list[Tracked]:
-        """Those of `some` whose tenants are the least ahead of their share; all while shares don't count."""
+        """Those of `some` whose tenants are the least ahead of their share, and prompts in parts, whose end
+        makes room; all while shares don't count."""
         if self._share is None or not some or not self.by_share(now_s):
             return some
         levels = [self._share.level(tracked.request.tenant) for tracked in some]
-        return [tracked for tracked, level in zip(some, levels, strict=True) if level == min(levels)]
+        least = min(levels)
+        return [t for t, level in zip(some, levels, strict=True) if level == least or t.instance_id]
 
     def has_aged(self, now_s: float, place: str | None = None) -> bool:
         """Whether `aged` yields anybody."""

@@ -8,7 +8,7 @@ predicted times and the same admission and decode rules, so that a comparison co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -80,7 +80,7 @@ class Instance:
 
     def _rate_at_knee(self) -> float:
         knee = self.pricer.knee_tokens
-        return knee / self.pricer.pass_s([(knee, 0)])
+        return knee / self.pricer.alone_s([(knee, 0)])
 
     def reprice(self, cost: CostModel, knee_tokens: int) -> None:
         """Predict by `cost`, whose knee is `knee_tokens`, no longer by that of the spec (`correction`)."""
@@ -186,6 +186,7 @@ class KvGate:
         self._now_s = now_s
         self._pending_blocks = 0
         self._closed = False
+        self._closes = True
         self._kept: Tracked | None = None
         self._kept_blocks = 0
         self._partials = len(instance.partial)
@@ -193,12 +194,17 @@ class KvGate:
             self._partials += instance.running.partials_begun
         self.refused_any = False
 
-    def keep_room(self, waiting: Iterable[Tracked]) -> None:
-        """Other newcomers leave the first one of `waiting` its blocks, and if it is long a place in parts."""
-        new = (tracked for tracked in waiting if tracked.instance_id is None)
-        self._kept = next(filter(self._instance.may_take, new), None)
-        kept = self._kept
-        self._kept_blocks = self._instance.kv.blocks_for(kept.kv_tokens_max) if kept is not None else 0
+    def has_room(self, tracked: Tracked) -> bool:
+        """Whether `tracked` holds KV here, or there are blocks for it."""
+        return tracked.instance_id is not None or self._instance.kv.fits(tracked.kv_tokens_max)
+
+    def keep_room(self, newcomer: Tracked) -> None:
+        """Other newcomers leave it its blocks, and if it is long a place among the prompts in parts."""
+        self._kept, self._kept_blocks = newcomer, self._instance.kv.blocks_for(newcomer.kv_tokens_max)
+
+    def pass_over(self) -> None:
+        """Who has no room here waits for room elsewhere: all may overtake it."""
+        self._closes = False
 
     def admits(self, tracked: Tracked, *, whole: bool = True) -> bool:
         """Whether `tracked` may be in a pass here now; counts its blocks as taken if so.
@@ -220,7 +226,8 @@ class KvGate:
         blocks = instance.kv.blocks_for(tracked.kv_tokens_max)
         if blocks + self._pending_blocks + kept_blocks > instance.kv.blocks_free:
             self.refused_any = True
-            self._closed = self._now_s - tracked.waiting_since_s >= self._settings.age_bound_s
+            aged = self._now_s - tracked.waiting_since_s >= self._settings.age_bound_s
+            self._closed = self._closes and aged
             return False
         self._pending_blocks += blocks
         self._partials += not whole

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol, runtime_checkable
 
 from sortedcontainers import SortedDict, SortedList
@@ -82,6 +83,7 @@ class Pools:
         self._instances: dict[str, Instance] = {}
         self._filed: dict[int, _Filed] = {}  # by place
         self._kinds: dict[Hashable, int] = {}
+        self._kind_numbers = count()
         self._odd = Group(None)
         self._alike: dict[tuple[Role, int], Group] = {}
         self.groups: list[Group] = [self._odd]  # of idle instances
@@ -99,6 +101,15 @@ class Pools:
     def get(self, instance_id: str) -> Instance | None:
         return self._instances.get(instance_id)
 
+    def has_most_room(self, instance: Instance, tracked: Tracked) -> bool:
+        """Whether no other instance that may take `tracked` has more free KV; ties fall by place."""
+
+        def room(of: Instance) -> tuple[int, int]:
+            return of.kv.blocks_free, -of.place
+
+        mine = room(instance)
+        return not any(room(other) > mine and other.may_take(tracked) for other in self._instances.values())
+
     # --- filing ---
 
     def file(self, instance: Instance) -> None:
@@ -107,7 +118,9 @@ class Pools:
         if filed is None:
             spec = instance.spec
             kind = (spec.capabilities, spec.profiles, spec.cost)
-            filed = _Filed(instance, self._kinds.setdefault(kind, len(self._kinds)))
+            if kind not in self._kinds:
+                self._kinds[kind] = next(self._kind_numbers)
+            filed = _Filed(instance, self._kinds[kind])
             self._filed[instance.place] = filed
             self._instances[instance.instance_id] = instance
         group = self._group_of(instance, filed.kind) if instance.running is None else None
@@ -136,9 +149,18 @@ class Pools:
         del self._instances[instance.instance_id]
         self._move(filed, None)
         self._recount(filed, None)
+        if not any(other.kind == filed.kind for other in self._filed.values()):
+            self._forget_kind(filed.kind)
         if self._busy is not None:
             self._drop_busy(filed)
         self._known_idle = {lane: i for lane, i in self._known_idle.items() if i is not instance}
+
+    def _forget_kind(self, kind: int) -> None:
+        """The last instance of its kind is gone."""
+        self._kinds = {what: number for what, number in self._kinds.items() if number != kind}
+        gone = [key for key in self._alike if key[1] == kind]
+        for key in gone:
+            self.groups.remove(self._alike.pop(key))
 
     def new_turn(self) -> None:
         """Time may have gone on."""

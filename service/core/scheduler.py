@@ -359,6 +359,8 @@ class PrefillScheduler:
         tracked.failures += 1
         instance.partial.pop(tracked.request_id, None)
         self._free(instance, tracked.request_id, reason)
+        if tracked.position:
+            tracked.service_s = instance.pricer.request_s(tracked.request.prompt_tokens, 0)
         tracked.instance_id, tracked.position = None, 0
         if reason is Reason.PASS_FAILED:
             self._elsewhere.failed(tracked, instance)

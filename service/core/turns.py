@@ -6,7 +6,8 @@ anything waits: a poll costs what can happen in it, not what there is. Of free i
 (`pools`) one can answer for all, until somebody is given a pass. Nobody is asked twice at one instant if
 nothing has changed in between (a worker said that it began, which was known).
 
-A staged pass is taken back, once, when a short newcomer that found no place makes its target only without it.
+A staged pass is taken back, once, when a short newcomer that found no place makes its target only without it;
+never one that an aged request leads.
 """
 
 from __future__ import annotations
@@ -217,8 +218,8 @@ class Turns:
         fresh = [t for t in arrivals if t.state is RequestState.QUEUED and t.lane is Lane.SHORT]
         for instance in self._staged.values() if fresh else ():
             flight = instance.staged
-            if flight is None or flight.revoking:
-                continue
+            if flight is None or flight.revoking or flight.reason is Reason.AGED:
+                continue  # whoever has waited for its turn keeps it
             if any(instance.makes_it_only_unstaged(tracked, now_s) for tracked in fresh):
                 flight.revoking = True
                 revoke = Revoke(instance.instance_id, flight.pass_.pass_id, Reason.URGENT_ARRIVAL)

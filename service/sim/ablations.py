@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from service.core.fair_share import FairShare
 from service.core.length_aware import LengthAwarePolicy
 from service.core.order import LaneQueue
 from service.core.pass_maker import PassMaker
@@ -101,7 +102,7 @@ class _OneOrder(LaneQueue):
 class WithoutHopeless(LengthAwarePolicy):
     def __init__(self, settings: SchedulerSettings) -> None:
         super().__init__(settings)
-        self._lanes.update({lane: _OneOrder(settings.age_bound_s) for lane in Lane})
+        self._lanes.update({lane: _OneOrder(settings.age_bound_s, FairShare.of(settings)) for lane in Lane})
 
 
 class _AnyInstance(Placement):

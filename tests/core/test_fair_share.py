@@ -16,7 +16,7 @@ from service.core.lifecycle import RequestState
 from service.core.order import DANGER_S, LaneQueue
 from service.core.settings import SchedulerSettings
 from service.core.tracked import Tracked
-from service.core.types import InstanceUp, Outcome, Reason, Reject, Request, Submit
+from service.core.types import Cancel, InstanceUp, Outcome, Reason, Reject, Request, Submit
 from service.policies import make_scheduler
 from service.sim.result import SimResult
 
@@ -270,6 +270,21 @@ def test_everybody_starts_within_the_bound_of_ageing(aged_share: float) -> None:
         assert start_s - at_s <= bound_s + (1 + 1 / aged_share) * (longer + 1) * longest_s
 
 
+def test_prompts_in_parts_end_whoever_is_ahead() -> None:
+    """With KV for one large prompt only, the parts of the flood must not hold it while shorts of the quiet
+    tenant come without an end: its own long prompts wait for that room."""
+    sent = [request(f"f{i}", 3500, 0.5 * i, max_new_tokens=1, tenant="flood") for i in range(40)]
+    sent += [request(f"q{i}", 3000, 1.0 + 3.0 * i, max_new_tokens=1, tenant="quiet") for i in range(6)]
+    sent += [request(f"s{i}", 100, 0.022 * i, max_new_tokens=1, tenant="quiet") for i in range(1000)]
+    means_s = []
+    for burst_s in (0.5, 0.0):
+        knobs = SchedulerSettings(tenant_burst_s=burst_s, queue_age_s_max=1000.0)
+        result, _ = simulate(sent, on=spec(blocks=140), knobs=knobs)
+        ttft_s = [result.records[f"q{i}"].ttft_s for i in range(6)]
+        means_s.append(float(np.mean([t for t in ttft_s if t is not None])))
+    assert means_s[0] <= 1.5 * means_s[1]
+
+
 # --- a full queue ---
 
 HELD = st.lists(
@@ -309,6 +324,24 @@ def test_room_is_made_by_those_over_their_part(held, tenant, prompt, weight) -> 
             part = weight_of[name] / sum(weight_of.values())
             back = [*kept, mine[-1]]
             assert len(back) > part * bounds[0] or sum(t.remaining for t in back) > part * bounds[1]
+
+
+def test_a_full_queue_is_counted_anew_when_others_are_in_it() -> None:
+    """Two tenants hold half each and are refused; then one holds all, by as many requests of the same length:
+    the other one, which holds nothing now, gets its part."""
+    scheduler = make_scheduler("plaserve", SchedulerSettings(queue_requests_max=8))
+    scheduler.on_event(InstanceUp(spec()), 0.0)
+    for number, tenant in enumerate("bbbbaaaaab"):
+        scheduler.on_event(Submit(request(f"r{number}", 100, 0.0, tenant=tenant)), 0.0)
+    assert scheduler.outcomes[Outcome.REJECTED_CAPACITY] == 2
+    for number in range(4):
+        scheduler.on_event(Cancel(f"r{number}"), 0.0)
+    for number in range(10, 14):
+        scheduler.on_event(Submit(request(f"r{number}", 100, 0.0, tenant="a")), 0.0)
+    for number in range(14, 20):
+        scheduler.on_event(Submit(request(f"r{number}", 100, 0.0, tenant="b")), 0.0)
+    held = [t.request.tenant for t in scheduler.policy.waiting()]
+    assert (held.count("a"), held.count("b")) == (4, 4)
 
 
 @pytest.mark.parametrize("policy", ["plaserve", "fcfs"])

@@ -60,6 +60,30 @@ def test_shorts_count_as_far_as_their_targets_are_earlier() -> None:
     assert len(late) == 1
 
 
+@given(
+    rows=st.lists(st.tuples(WORK_S, TARGET_S, st.integers(0, 2)), max_size=24),
+    instances=st.sampled_from([1, 2]),
+)
+def test_nobody_is_set_aside_for_a_lower_priority(
+    rows: list[tuple[float, float, int]], instances: int
+) -> None:
+    """Who is set aside of the highest priorities is the same without all others."""
+    made = [
+        tracked(f"r{n}", seq=n, lane=Lane.LONG, target_s=target_s, service_s=work_s, priority=priority)
+        for n, (work_s, target_s, priority) in enumerate(rows)
+    ]
+    made.sort(key=lambda t: (-t.request.priority, t.target_s, t.seq))
+    aside = set_aside(made, lambda _: 0.0, instances, 0.0)
+    for least in (1, 2):
+        upper = [t for t in made if t.request.priority >= least]
+        assert set_aside(upper, lambda _: 0.0, instances, 0.0) == {t for t in aside if t in upper}
+    kept_s = 0.0
+    for each in made:  # and those kept are in time, behind all that are kept before them
+        if each not in aside:
+            kept_s += each.service_s
+            assert kept_s / instances <= each.target_s + 1e-9
+
+
 def test_what_was_begun_counts_with_what_is_left() -> None:
     """After each chunk the work of a prompt is that of its rest alone."""
     fleet = Fleet([spec(cost=GPU_COST, profiles=PACKED)])
