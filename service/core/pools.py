@@ -94,6 +94,7 @@ class Pools:
         self._given: dict[Lane, list[Instance]] = {lane: [] for lane in Lane}  # a pass, since the look
         self._changed: set[Lane] = set()  # `_given` is to be counted
         self._known_idle: dict[Lane, Instance] = {}  # idle when last heard of
+        self._called_place = math.inf  # see `take_called`
 
     def __len__(self) -> int:
         return len(self._instances)
@@ -141,6 +142,14 @@ class Pools:
         instance = self._instances.get(instance_id)
         if instance is not None and self.is_idle(instance):
             self.file(instance)
+            if self._waited_for(instance_id):
+                self._called_place = min(self._called_place, instance.place)
+
+    def take_called(self) -> float:
+        """The least place of the idle instances that somebody has begun to wait for since this was asked
+        last; inf: none."""
+        place, self._called_place = self._called_place, math.inf
+        return place
 
     def remove(self, instance: Instance) -> None:
         filed = self._filed.pop(instance.place, None)

@@ -127,6 +127,7 @@ class Turns:
         for each in self._pools.groups:
             each.silent = False
         place = -1
+        self._pools.take_called()
         while (found := self._next_open(place)) is not None and self._anything_waits():
             instance, group = found
             place = instance.place
@@ -143,6 +144,7 @@ class Turns:
                     each.silent = False
                 continue
             passed_over = True
+            place = int(min(place, self._pools.take_called() - 1))  # who was asked before is waited for now
             if wait is None:
                 continue
             if answer is None or wait.until_s < answer.until_s:

@@ -12,20 +12,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.types import BlocksRemoved, BlocksStored
+from service.core.length_aware import LengthAwarePolicy
 from service.core.policy import Instance, PassPlan, Plan, Wait
 from service.core.prefix_index import PrefixIndex, PrefixTable
 from service.core.scheduler import PrefillScheduler
 from service.core.settings import SchedulerSettings
 from service.core.tracked import Tracked
 from service.core.turns import Turns
-from service.core.types import Dispatch, InstanceUp, Reason, Reject, Request, Revoke, Role, Submit
+from service.core.types import (
+    Command,
+    Dispatch,
+    InstanceUp,
+    Outcome,
+    Reason,
+    Reject,
+    Request,
+    Revoke,
+    Role,
+    Submit,
+)
 from service.policies import make_scheduler
 from service.policies.fcfs import FcfsPolicy
 from service.sim.kernel import SimInstance, run
 
 
 class AskingEverybody(Turns):
-    """Asks every instance at every poll whether it can take something."""
+    """Asks every instance at every poll whether it can take something, and again from the one on that
+    somebody has begun to wait for."""
 
     scheduler: PrefillScheduler
 
@@ -33,13 +46,19 @@ class AskingEverybody(Turns):
         earliest: Wait | None = None
         for instance in self.scheduler.instances.values():
             self._pools.file(instance)
-        for instance in self.scheduler.instances.values():
+        by_place = sorted(self.scheduler.instances.values(), key=lambda instance: instance.place)
+        self._pools.take_called()
+        index = 0
+        while index < len(by_place):
+            instance = by_place[index]
             was_free = instance.running is None
             wait = self._turn_of(instance, now_s)
             if was_free:
                 self._pools.file(instance)
             if wait is not None and (earliest is None or wait.until_s < earliest.until_s):
                 earliest = wait
+            called_place = self._pools.take_called()
+            index = min([index + 1, *(i for i, one in enumerate(by_place) if one.place >= called_place)])
         self._staged = {i.place: i for i in self.scheduler.instances.values() if i.staged is not None}
         self._revoke_for(arrivals, now_s)
         return earliest
@@ -125,6 +144,39 @@ def test_an_answer_for_all_alike_decides_as_asking_each(
         for e in (False, True)
     )
     assert few == all_
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    load=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.002, 0.03]), st.sampled_from([60, 400])), min_size=4, max_size=30
+    ),
+    roles=st.lists(st.sampled_from(Role), min_size=2, max_size=9),
+)
+def test_nobody_waits_for_an_instance_that_idles(load: list[tuple[float, int]], roles: list[Role]) -> None:
+    """Whom a plan leaves to an idle instance that holds the prefix, that one takes in the same poll, though
+    it was asked before. There is room for all."""
+    scheduler = make_scheduler("plaserve", SchedulerSettings())
+    poll = scheduler.poll
+
+    def checked(now_s: float) -> list[Command]:
+        commands = poll(now_s)
+        policy = scheduler.policy
+        assert isinstance(policy, LengthAwarePolicy)
+        for instance in scheduler.instances.values():
+            assert instance.running is not None or not list(policy.bound_to(instance.instance_id))
+        return commands
+
+    scheduler.poll = checked  # type: ignore[method-assign]
+    now_s, arrivals = 0.0, []
+    for number, (gap_s, prompt) in enumerate(load):
+        now_s += gap_s
+        family = 1000 * (1 + number % 2)
+        hashes = tuple(range(family, family + prompt // 32))
+        arrivals.append((now_s, Request(f"r{number}", prompt, 1, now_s, hashes)))
+    specs = [replace(spec(f"i{n}", cost=CPU_COST, profiles=PACKED), role=r) for n, r in enumerate(roles)]
+    run(scheduler, [SimInstance(s, up_s=0.02 * n) for n, s in enumerate(specs)], arrivals)
+    assert scheduler.outcomes[Outcome.COMPLETED] == len(load)
 
 
 class Counting(FcfsPolicy):
