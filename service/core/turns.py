@@ -137,6 +137,7 @@ class Turns:
             wait = self._choose(instance, now_s) if free else self._stage(instance, now_s)
             if free:
                 self._pools.file(instance)
+            place = int(min(place, self._pools.take_called() - 1))  # who was asked before is waited for now
             if instance.running is not None if free else instance.staged is not None:
                 served.append(instance)
                 self._changed = self._changed or passed_over  # who took nothing has not seen this queue
@@ -144,7 +145,6 @@ class Turns:
                     each.silent = False
                 continue
             passed_over = True
-            place = int(min(place, self._pools.take_called() - 1))  # who was asked before is waited for now
             if wait is None:
                 continue
             if answer is None or wait.until_s < answer.until_s:
