@@ -13,11 +13,13 @@ with a role takes the other lane only where that is predicted to pay (`spill`).
 Ageing: a request that waited past the bound leads a pass whatever its lane, oldest first; each leads once
 until it has waited as long again. After one that is predicted to take c seconds none leads on that instance
 for c / `aged_share`, unless nobody else can run, so that an overload of those who are late already can not
-make the others late too. Meanwhile newcomers leave the oldest its room. Where it has none, the prompts in
-parts lead instead, so that they make room. So with d the longest pass and its turn of decode, and n passes of
-those who have waited longer, it starts within age_bound + (1 + 1 / aged_share) (n + 1) d.
-While the shares of tenants count (`order`), long prompts of tenants that are ahead of others join a pass only
-if none of the others' can run.
+make the others late too. Meanwhile newcomers leave the oldest its room, on the instance that has most where
+none has enough yet; there the prompts in parts lead instead of it, so that they make room. So with d the
+longest pass and its turn of decode, and n passes of those who come before it (who have waited longer, and
+parts that lead in its place), it starts within age_bound + (1 + 1 / aged_share) (n + 1) d, beside the time
+until decoding requests give room back.
+While the shares of tenants count (`order`), newcomers of the long lane whose tenants are ahead of others join
+a pass only if none of the others' can run.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Pools:
         return self._instances.get(instance_id)
 
     def has_most_room(self, instance: Instance, tracked: Tracked) -> bool:
-        """Whether no other instance that may take `tracked` has more free KV; ties fall by place."""
+        """Whether no other instance that may take `tracked` has more free KV; ties fall by place. O(n)."""
 
         def room(of: Instance) -> tuple[int, int]:
             return of.kv.blocks_free, -of.place

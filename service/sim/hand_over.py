@@ -104,7 +104,6 @@ class HandOvers:
         self.done: list[HandedOver] = []
         self.expired = 0
         self.failed = 0
-        self.bytes_offered = 0
         self.held_bytes_max = 0  # of prompts with a first token, all instances together
         self.held_byte_s = 0.0
         self._held_bytes = 0
@@ -154,7 +153,6 @@ class HandOvers:
         self._at[request.request_id] = place
         place.sent_tokens[request.request_id] = position
         size_bytes = (position - before) * self.settings.bytes_per_token
-        self.bytes_offered += size_bytes
         link = place.line.link
         link.offer(request.request_id, size_bytes, now_s, of_bytes=self._bytes(request), more=not whole)
         self._look_again(place.line)

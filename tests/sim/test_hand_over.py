@@ -58,7 +58,7 @@ def test_every_prompt_is_handed_over_once_and_the_first_token_is_left_alone(
     }
     assert sorted(each.request.request_id for each in found.done) == sorted(result.records)
     total = KV_BYTES * sum(each.request.prompt_tokens for each in found.done)
-    assert found.bytes_offered == sum(link.bytes_carried for link in found.links) == total
+    assert sum(link.bytes_carried for link in found.links) == total
     assert (found.expired, found.failed, len(found.links)) == (0, 0, 1 if shared else 2)
     for each in found.done:
         record = result.records[each.request.request_id]
