@@ -120,6 +120,18 @@ def test_predictions_grow_with_tokens_and_history(
     assert base > 0.0
 
 
+@given(ANY_MODEL, st.sampled_from([2.0, None]), TOKENS, HISTORY, st.integers(0, 5))
+def test_the_pricer_with_coefficients_at_hand_gives_the_same_prices(
+    model: CostModel, smooth_p: float | None, tokens: int, history: int, parts: int
+) -> None:
+    """To the bit, as decisions follow from both; and the short way of the usual smoothness is the formula."""
+    model = replace(model, part_s=1e-3, smooth_p=smooth_p or model.smooth_p)
+    sums = (tokens, float(tokens * (tokens + 2 * history)), history, parts)
+    assert model.sums_pricer()(*sums) == model.sums_s(*sums)
+    usual, near = replace(model, smooth_p=2.0), replace(model, smooth_p=2.0 + 1e-12)
+    assert math.isclose(usual.sums_pricer()(*sums), near.sums_s(*sums), rel_tol=1e-9)
+
+
 @given(ANY_MODEL, HISTORY)
 def test_the_boundary_is_the_crossing_of_compute_and_memory(model: CostModel, history: int) -> None:
     boundary = model.boundary_tokens(history)
